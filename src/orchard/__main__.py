@@ -1,0 +1,5 @@
+import sys
+
+from orchard.cli import main
+
+sys.exit(main())

@@ -1,0 +1,264 @@
+"""The torch operators: schemas, kernels, fakes and autograd. Torch only, registered on import.
+
+One operator per direction, whatever the device and backend: the planner chooses inside it, so a
+compiled graph holds one node per call and decides again for every shape it meets.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from orchard.attention.memory import conform, empty_following
+from orchard.attention.problem import (
+    Gradients,
+    Options,
+    Saved,
+    Tensors,
+    Upstream,
+    accumulation_dtype,
+    default_scale,
+    describe,
+    drop_threshold,
+    make_band,
+)
+from orchard.dispatch.planner import AUTO, planner
+
+_OPTIONS = (
+    "float? scale, float softcap, float dropout_p, "
+    "SymInt left, SymInt right, bool bottom_right, str backend"
+)
+_library = torch.library.Library("orchard", "DEF")
+_library.define(
+    "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? seed, "
+    f"{_OPTIONS}, bool return_lse, bool grad, bool mask_grad) -> (Tensor out, Tensor lse)"
+)
+_library.define(
+    "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
+    "Tensor value, Tensor? mask, Tensor? seed, Tensor out, Tensor lse, "
+    f"{_OPTIONS}, bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_forward_op = torch.ops.orchard.attention_forward.default
+_backward_op = torch.ops.orchard.attention_backward.default
+
+
+class Settings(NamedTuple):
+    """The options of a call as the operators take them."""
+
+    scale: float | None
+    softcap: float
+    dropout_p: float
+    left: int
+    right: int
+    bottom_right: bool
+    backend: str
+
+    def options(self, query: Tensor, key: Tensor) -> Options:
+        scale = default_scale(query.shape[3]) if self.scale is None else self.scale
+        band = None
+        if self.left >= 0 or self.right >= 0:
+            rows, keys = query.shape[2], key.shape[2]
+            band = make_band(self.left, self.right, self.bottom_right, rows, keys)
+        threshold = drop_threshold(self.dropout_p) if self.dropout_p else 0
+        return Options(scale, self.softcap, band, threshold)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    settings = Settings(*rest[:7])
+    return_lse, grad, mask_grad = rest[7:]
+    tensors = Tensors(query, key, value, mask, seed)
+    options = settings.options(query, key)
+    problem = describe(tensors, options, lse=return_lse, grad=grad, mask_grad=mask_grad)
+    saved = planner().run(
+        problem, settings.backend, lambda server, kernel: server.forward(problem, kernel, tensors)
+    )
+    lse = saved.lse if return_lse or grad else _no_lse(query)
+    return conform(saved.out, query), lse.contiguous()
+
+
+def _forward_fake(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    return_lse, grad, _ = rest[7:]
+    out = empty_following(query, (*query.shape[:3], value.shape[3]))
+    if not (return_lse or grad):
+        return out, _no_lse(query)
+    return out, query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
+
+
+def _no_lse(query: Tensor) -> Tensor:
+    return query.new_empty(0, dtype=accumulation_dtype(query.dtype))
+
+
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    settings, mask_grad = Settings(*rest[:7]), rest[7]
+    tensors = Tensors(query, key, value, mask, seed)
+    problem = describe(
+        tensors,
+        settings.options(query, key),
+        stage="backward",
+        grad_out=grad_out,
+        lse=grad_lse is not None,
+        grad=True,
+        mask_grad=mask_grad,
+    )
+    saved, upstream = Saved(out, lse), Upstream(grad_out, grad_lse)
+    grads = planner().run(
+        problem,
+        settings.backend,
+        lambda server, kernel: server.backward(problem, kernel, tensors, saved, upstream),
+    )
+    return (
+        conform(grads.query, query),
+        conform(grads.key, key),
+        conform(grads.value, value),
+        query.new_empty(0) if mask is None or grads.mask is None else conform(grads.mask, mask),
+    )
+
+
+def _backward_fake(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mask_grad = rest[7]
+    return (
+        empty_following(query, query.shape),
+        empty_following(key, key.shape),
+        empty_following(value, value.shape),
+        empty_following(mask, mask.shape) if mask_grad and mask is not None else query.new_empty(0),
+    )
+
+
+def _needs_graph(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(arg, Tensor) and arg.requires_grad for arg in args
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """The forward operator with its gradient."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _forward_op(*args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:5], *output)
+        ctx.options = inputs[5:12]
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        query, key, value, mask, seed, out, lse = ctx.saved_tensors
+        none = (None,) * 12
+        if grad_out is None:
+            if grad_lse is None:
+                return (None, None, None, *none)
+            grad_out = out.new_zeros(()).expand(out.shape)
+        mask_grad = ctx.needs_input_grad[3]
+        grads = backward_op(
+            grad_out, grad_lse, query, key, value, mask, seed, out, lse, *ctx.options, mask_grad
+        )
+        return (*grads[:3], grads[3] if mask_grad else None, *none[1:])
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward operator with its own gradient, for create_graph=True."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _backward_op(*args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:7])
+        ctx.settings = Settings(*inputs[9:16])
+        ctx.mask_grad = inputs[16]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        grad_out, grad_lse, query, key, value, mask, seed = ctx.saved_tensors
+        tensors = Tensors(query, key, value, mask, seed)
+        upstream = Upstream(grad_out, grad_lse)
+        directions = Gradients(*grads[:3], grads[3] if ctx.mask_grad else None)
+        problem = describe(
+            tensors,
+            ctx.settings.options(query, key),
+            stage="double_backward",
+            grad_out=grad_out,
+            lse=grad_lse is not None,
+            grad=True,
+            mask_grad=ctx.mask_grad,
+        )
+        by_upstream, by_tensors = planner().run(
+            problem,
+            AUTO,
+            lambda server, _: server.double_backward(problem, tensors, upstream, directions),
+        )
+        return (*by_upstream, *by_tensors, *(None,) * 11)
+
+
+def forward_op(*args: Any) -> tuple[Tensor, Tensor]:
+    """The forward operator, on a graph where gradients are wanted.
+
+    Eager calls skip the dispatcher's autograd layer, which would only call this again.
+    """
+    if torch.compiler.is_compiling():
+        return _forward_op(*args)  # type: ignore[no-any-return]
+    return _forward_autograd(*args)
+
+
+def backward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if torch.compiler.is_compiling():
+        return _backward_op(*args)  # type: ignore[no-any-return]
+    return _backward_autograd(*args)
+
+
+def _forward_autograd(*args: Any) -> tuple[Tensor, Tensor]:
+    if _needs_graph(args[:4]):
+        return _Attention.apply(*args)  # type: ignore[no-any-return]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward_op(*args)  # type: ignore[no-any-return]
+
+
+def _backward_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if _needs_graph(args[:6]):
+        return _AttentionBackward.apply(*args)  # type: ignore[no-any-return]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward_op(*args)  # type: ignore[no-any-return]
+
+
+_library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("attention_forward", _forward_autograd, "Autograd")
+_library.impl("attention_backward", _backward_autograd, "Autograd")
+torch.library.register_fake("orchard::attention_forward", _forward_fake, lib=_library)
+torch.library.register_fake("orchard::attention_backward", _backward_fake, lib=_library)

@@ -1,0 +1,305 @@
+"""The definition of attention, and the oracle every backend is held to.
+
+`attend` is the definition: plain torch operations, differentiable any number of times. `gradients`
+is its derivative written out, because an operator's kernel runs below autograd. The functions
+after them go through the problem in chunks, so that the scores in flight stay below `CHUNK_BYTES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from orchard.attention.dropout import keep_mask, keep_scale
+from orchard.attention.memory import empty_following
+from orchard.attention.problem import (
+    Gradients,
+    Options,
+    Saved,
+    Tensors,
+    Upstream,
+    accumulation_dtype,
+)
+
+CHUNK_BYTES = 64 * 2**20  # of scores; a few tensors of this size are alive at once
+
+
+class Origin(NamedTuple):
+    """Where a chunk begins in the whole problem, and how many heads the whole has."""
+
+    batch: int
+    head: int
+    row: int
+    heads: int
+
+
+class Rows(NamedTuple):
+    """Softmax of the scores, [B, Hq, Sq, Sk], and what belongs to it."""
+
+    probabilities: Tensor  # before dropout
+    factor: Tensor | float  # of dropout: 0 where dropped, 1 / (1 - p) where kept
+    slope: Tensor | float  # derivative of softcap
+    lse: Tensor
+    empty: Tensor  # rows with nothing to attend to
+
+
+def softmax_rows(tensors: Tensors, options: Options, origin: Origin | None = None) -> Rows:
+    """Scores, masks, softmax and dropout, in the dtype of the operands."""
+    query, key, _, mask, seed = tensors
+    batch, heads, rows, _ = query.shape
+    keys, device = key.shape[2], query.device
+    origin = origin or Origin(0, 0, 0, heads)
+
+    scores = options.scale * _by_group("bhgid,bhjd->bhgij", query, key)
+    slope: Tensor | float = 1.0
+    if options.softcap:
+        tanh = torch.tanh(scores / options.softcap)
+        scores, slope = options.softcap * tanh, 1.0 - tanh * tanh
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask.to(scores.dtype)
+    row = torch.arange(origin.row, origin.row + rows, device=device)
+    if options.band is not None:
+        distance = torch.arange(keys, device=device) - row[:, None]
+        low, high = options.band
+        if low is not None:
+            scores = scores.masked_fill(distance < low, -torch.inf)
+        if high is not None:
+            scores = scores.masked_fill(distance > high, -torch.inf)
+
+    top = scores.detach().amax(-1, keepdim=True) if keys else scores.sum(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (torch.log(total) + top).masked_fill(empty, -torch.inf).squeeze(-1)
+
+    factor: Tensor | float = 1.0
+    if options.threshold and seed is not None:
+        b = torch.arange(origin.batch, origin.batch + batch, device=device)
+        h = torch.arange(origin.head, origin.head + heads, device=device)
+        keep = keep_mask(seed, options.threshold, b[:, None] * origin.heads + h, row, keys)
+        factor = keep.to(scores.dtype) * keep_scale(options.threshold)
+    return Rows(weights / total, factor, slope, lse, empty)
+
+
+def _by_group(equation: str, by_head: Tensor, by_kv_head: Tensor) -> Tensor:
+    """einsum of a [B, Hq, ...] and a [B, Hkv, ...] tensor, each query head with its key head."""
+    kv_heads = by_kv_head.shape[1]
+    group = by_head.shape[1] // kv_heads if kv_heads else 1
+    result = torch.einsum(equation, by_head.unflatten(1, (kv_heads, group)), by_kv_head)
+    return result.flatten(1, 2)
+
+
+def attend(tensors: Tensors, options: Options, origin: Origin | None = None) -> Saved:
+    """Attention over these operands, in their dtype: (out, lse)."""
+    rows = softmax_rows(tensors, options, origin)
+    out = _by_group("bhgij,bhjd->bhgid", rows.probabilities * rows.factor, tensors.value)
+    return Saved(out.masked_fill(rows.empty, 0.0), rows.lse)
+
+
+def gradients(
+    tensors: Tensors, options: Options, upstream: Upstream, origin: Origin | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Derivative of `attend` by query, key, value and score (before the mask is summed)."""
+    query, key, value, _, _ = tensors
+    p, factor, slope, _, _ = softmax_rows(tensors, options, origin)
+    by_p = factor * _by_group("bhgid,bhjd->bhgij", upstream.out, value)
+    by_row = -(p * by_p).sum(-1, keepdim=True)
+    if upstream.lse is not None:
+        by_row = by_row + upstream.lse[..., None]
+    by_score = p * (by_p + by_row)
+    by_product = options.scale * slope * by_score
+
+    kv_heads = key.shape[1]
+    split = (kv_heads, query.shape[1] // kv_heads if kv_heads else 1)
+    by_query = _by_group("bhgij,bhjd->bhgid", by_product, key)
+    sum_rows = "bhgij,bhgid->bhjd"
+    by_key = torch.einsum(sum_rows, by_product.unflatten(1, split), query.unflatten(1, split))
+    kept = (p * factor).unflatten(1, split)
+    by_value = torch.einsum(sum_rows, kept, upstream.out.unflatten(1, split))
+    return by_query, by_key, by_value, by_score
+
+
+class Chunk(NamedTuple):
+    """A part of the problem: some batch entries, some key heads with their query heads, some rows."""
+
+    batch: slice
+    heads: slice
+    kv_heads: slice
+    rows: slice
+
+    def cut(self, tensors: Tensors) -> Tensors:
+        """Views of the operands that this chunk needs."""
+        return Tensors(
+            tensors.query[self.output],
+            tensors.key[self.batch, self.kv_heads],
+            tensors.value[self.batch, self.kv_heads],
+            None if tensors.mask is None else self.cut_mask(tensors.mask),
+            tensors.seed,
+        )
+
+    def cut_mask(self, mask: Tensor) -> Tensor:
+        """The chunk's part of a mask, or of its gradient; axes of size one stay whole."""
+        for axis, part in enumerate(self.output):
+            if mask.shape[axis] != 1:
+                mask = mask.narrow(axis, part.start, part.stop - part.start)
+        return mask
+
+    @property
+    def output(self) -> tuple[slice, slice, slice]:
+        """Where the chunk's rows lie in a [B, Hq, Sq, ...] tensor."""
+        return self.batch, self.heads, self.rows
+
+    def origin(self, tensors: Tensors) -> Origin:
+        return Origin(self.batch.start, self.heads.start, self.rows.start, tensors.query.shape[1])
+
+
+def chunks(tensors: Tensors, chunk_bytes: int | None = None) -> Iterator[Chunk]:
+    """Parts whose scores take at most `chunk_bytes` each; one row of one head is never split."""
+    budget = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+    batch, heads, rows, _ = tensors.query.shape
+    kv_heads, keys = tensors.key.shape[1], tensors.key.shape[2]
+    group = heads // kv_heads if kv_heads else 1
+    row_bytes = max(1, group * keys * accumulation_dtype(tensors.query.dtype).itemsize)
+    head_bytes = row_bytes * max(1, rows)
+    batch_bytes = head_bytes * max(1, kv_heads)
+    batch_step = max(1, budget // batch_bytes)
+    head_step = kv_heads if batch_bytes <= budget else max(1, budget // head_bytes)
+    row_step = rows if head_bytes <= budget else max(1, budget // row_bytes)
+    for b in _steps(batch, batch_step):
+        for h in _steps(kv_heads, head_step):
+            for i in _steps(rows, row_step):
+                yield Chunk(b, slice(h.start * group, h.stop * group), h, i)
+
+
+def _steps(size: int, step: int) -> Iterator[slice]:
+    for start in range(0, size, max(1, step)):
+        yield slice(start, min(start + step, size))
+
+
+def _widened(tensors: Tensors) -> Tensors:
+    """Detached operands in the accumulation dtype."""
+    wide = accumulation_dtype(tensors.query.dtype)
+    query, key, value, mask, seed = tensors
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.detach().to(wide)
+    return Tensors(
+        query.detach().to(wide), key.detach().to(wide), value.detach().to(wide), mask, seed
+    )
+
+
+def forward(tensors: Tensors, options: Options, *, chunk_bytes: int | None = None) -> Saved:
+    """(out, lse), chunk by chunk."""
+    query, value = tensors.query, tensors.value
+    out = empty_following(query, (*query.shape[:3], value.shape[3]))
+    lse = out.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
+    with torch.no_grad():
+        for chunk in chunks(tensors, chunk_bytes):
+            part = attend(_widened(chunk.cut(tensors)), options, chunk.origin(tensors))
+            out[chunk.output], lse[chunk.output] = part
+    return Saved(out, lse)
+
+
+def _sums(tensors: Tensors, mask_grad: bool) -> list[Tensor]:
+    """Zeros in the accumulation dtype for the gradients of query, key, value and the mask."""
+    wide = accumulation_dtype(tensors.query.dtype)
+    operands = [tensors.query, tensors.key, tensors.value]
+    if mask_grad and tensors.mask is not None:
+        operands.append(tensors.mask)
+    return [torch.zeros(operand.shape, dtype=wide, device=operand.device) for operand in operands]
+
+
+def _add_to_sums(sums: list[Tensor], chunk: Chunk, grads: tuple[Tensor, ...]) -> None:
+    keys = (chunk.batch, chunk.kv_heads)
+    sums[0][chunk.output] += grads[0]
+    sums[1][keys] += grads[1]
+    sums[2][keys] += grads[2]
+    if len(sums) > 3:
+        part = chunk.cut_mask(sums[3])
+        part += grads[3].sum_to_size(part.shape)
+
+
+def _narrowed(sums: list[Tensor], tensors: Tensors) -> Gradients:
+    """Sums in the dtype of their operands."""
+    query, key, value = (
+        total.to(operand.dtype) for total, operand in zip(sums[:3], tensors[:3], strict=True)
+    )
+    mask = tensors.mask
+    return Gradients(
+        query, key, value, sums[3].to(mask.dtype) if mask is not None and sums[3:] else None
+    )
+
+
+def backward(
+    tensors: Tensors,
+    options: Options,
+    upstream: Upstream,
+    *,
+    mask_grad: bool = False,
+    chunk_bytes: int | None = None,
+) -> Gradients:
+    """Gradients of the operands, chunk by chunk."""
+    wide = accumulation_dtype(tensors.query.dtype)
+    sums = _sums(tensors, mask_grad)
+    with torch.no_grad():
+        for chunk in chunks(tensors, chunk_bytes):
+            part = Upstream(
+                upstream.out[chunk.output].to(wide),
+                None if upstream.lse is None else upstream.lse[chunk.output],
+            )
+            operands = _widened(chunk.cut(tensors))
+            _add_to_sums(sums, chunk, gradients(operands, options, part, chunk.origin(tensors)))
+    return _narrowed(sums, tensors)
+
+
+def double_backward(
+    tensors: Tensors,
+    options: Options,
+    upstream: Upstream,
+    directions: Gradients,
+    *,
+    chunk_bytes: int | None = None,
+) -> tuple[Upstream, Gradients]:
+    """Gradients of <backward(tensors, upstream), directions> by upstream and by the operands.
+
+    torch differentiates `gradients`, so this runs where autograd records.
+    """
+    wide = accumulation_dtype(tensors.query.dtype)
+    mask_grad = directions.mask is not None
+    sums = _sums(tensors, mask_grad)
+    by_out = torch.zeros_like(upstream.out)
+    by_lse = None if upstream.lse is None else torch.zeros_like(upstream.lse)
+    for chunk in chunks(tensors, chunk_bytes):
+        keys = (chunk.batch, chunk.kv_heads)
+        along = [directions.query[chunk.output], directions.key[keys], directions.value[keys]]
+        if directions.mask is not None:
+            along.append(chunk.cut_mask(directions.mask))
+        operands = _widened(chunk.cut(tensors))
+        grad_out = upstream.out[chunk.output].detach().to(wide)
+        grad_lse = None if upstream.lse is None else upstream.lse[chunk.output].detach()
+        inputs = [operands.query, operands.key, operands.value]
+        if mask_grad and operands.mask is not None:
+            inputs.append(operands.mask)
+        inputs.append(grad_out)
+        if grad_lse is not None:
+            inputs.append(grad_lse)
+        with torch.enable_grad():
+            for leaf in inputs:
+                leaf.requires_grad_()
+            part = Upstream(grad_out, grad_lse)
+            firsts = gradients(operands, options, part, chunk.origin(tensors))
+            dot = torch.stack(
+                [(first * way.to(wide)).sum() for first, way in zip(firsts, along, strict=False)]
+            ).sum()
+            seconds = torch.autograd.grad(dot, inputs, materialize_grads=True)
+        _add_to_sums(sums, chunk, seconds)
+        by_out[chunk.output] = seconds[len(sums)].to(by_out.dtype)
+        if by_lse is not None:
+            by_lse[chunk.output] = seconds[-1]
+    return Upstream(by_out, by_lse), _narrowed(sums, tensors)

@@ -1,0 +1,125 @@
+"""torch's own fused operators, where they compute exactly the problem.
+
+Never with dropout: their random bits are not Orchard's. What each takes was found by running it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from orchard.attention.problem import Gradients, Problem, Saved, Tensors, Upstream
+from orchard.backends.aten import leaves
+from orchard.dispatch.backend import Backend, Capability, Reason
+
+_ALL = (torch.float32, torch.float16, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16)
+_MPS_HEAD_DIMS = (32, 64, 72, 80, 96, 128, 256)  # the others materialise the scores
+
+_LEAVES: dict[str, type[leaves.Leaf]] = {
+    "cpu-flash": leaves.CpuFlash,
+    "cudnn": leaves.CudaCudnn,
+    "flash": leaves.CudaFlash,
+    "efficient": leaves.CudaEfficient,
+    "mps": leaves.Mps,
+}
+
+
+class AtenBackend(Backend):
+    name = "aten"
+    summary = "torch's own fused operators, without their dropout"
+    capabilities = (
+        Capability(
+            kernel="cpu-flash",
+            devices=("cpu",),
+            dtypes=_ALL,
+            grouped_heads=True,
+            masks=("bool", "additive"),
+            bands=("causal",),
+            mask_with_band=True,
+            lse=True,
+            unaligned_rows=True,
+            deterministic=True,
+        ),
+        Capability(
+            kernel="cudnn",
+            devices=("cuda",),
+            dtypes=_HALF,
+            max_head_dim=256,
+            head_dim_multiple=8,
+            other_value_dim=True,
+            grouped_heads=True,
+            bands=("causal",),
+            lse=True,
+        ),
+        Capability(
+            kernel="flash",
+            devices=("cuda",),
+            dtypes=_HALF,
+            max_head_dim=256,
+            head_dim_multiple=8,
+            grouped_heads=True,
+            bands=("bottom_right",),
+            lse=True,
+            deterministic=True,
+        ),
+        Capability(
+            kernel="efficient",
+            devices=("cuda",),
+            dtypes=_ALL,
+            other_value_dim=True,
+            masks=("bool", "additive"),
+            bands=("causal",),
+            mask_with_band=True,
+            lse=True,
+        ),
+        Capability(
+            kernel="mps",
+            devices=("mps",),
+            dtypes=_ALL,
+            stages=("forward",),
+            max_head_dim=256,
+            masks=("bool", "additive"),
+            bands=("causal",),
+            unaligned_rows=True,
+        ),
+    )
+
+    def special_reasons(self, capability: Capability, problem: Problem) -> tuple[Reason, ...]:
+        found: list[Reason] = []
+        if capability.kernel == "cudnn":
+            major = torch.cuda.get_device_capability(problem.device)[0]
+            if major < 9:
+                found.append(Reason("arch", "torch prefers flash to it before Hopper"))
+        if capability.kernel == "efficient" and problem.mask is not None:
+            if problem.mask.shape[3] == 1 < problem.key_length:
+                found.append(
+                    Reason("mask_layout", "takes no mask that is broadcast along the keys")
+                )
+        if capability.kernel == "mps" and problem.head_dim not in _MPS_HEAD_DIMS:
+            dims = ", ".join(map(str, _MPS_HEAD_DIMS))
+            found.append(
+                Reason(
+                    "head_dim",
+                    f"materialises the scores for head dimension {problem.head_dim}",
+                    f"use one of {dims}",
+                )
+            )
+        return tuple(found)
+
+    def probe(self, capability: Capability, device: torch.device) -> Reason | None:
+        if capability.kernel == "mps" and _torch_version() < (2, 13):
+            return Reason("unavailable", "torch has no fused attention on MPS before 2.13")
+        return super().probe(capability, device)
+
+    def forward(self, problem: Problem, kernel: str, tensors: Tensors) -> Saved:
+        return _LEAVES[kernel].forward(problem, tensors)
+
+    def backward(
+        self, problem: Problem, kernel: str, tensors: Tensors, saved: Saved, upstream: Upstream
+    ) -> Gradients:
+        return _LEAVES[kernel].backward(problem, tensors, saved, upstream)
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)

@@ -1,0 +1,247 @@
+"""torch's fused leaf operators, each with Orchard's (out, lse) around it.
+
+Orchard's lse of an empty row is -inf. The leaves write 0 (cpu, efficient) or +inf (flash) there,
+and their backwards want back what they wrote, or any finite value.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from orchard.attention.problem import Gradients, Problem, Saved, Tensors, Upstream
+
+aten = torch.ops.aten
+
+
+class Leaf(Protocol):
+    """One leaf operator and its backward."""
+
+    @staticmethod
+    def forward(problem: Problem, tensors: Tensors) -> Saved: ...
+
+    @staticmethod
+    def backward(
+        problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream
+    ) -> Gradients: ...
+
+
+def _is_causal(problem: Problem) -> bool:
+    return problem.options.band is not None
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The mask as values to add, in its own (broadcast) shape."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return mask if mask.dtype == dtype else mask.to(dtype)
+
+
+def _mark_empty_rows(lse: Tensor, problem: Problem, mask: Tensor | None) -> Tensor:
+    """Set lse to -inf where mask and causal leave a row no key."""
+    if mask is None:
+        return lse
+    seen = mask if mask.dtype == torch.bool else mask != -torch.inf
+    empty = ~seen.any(-1)
+    if _is_causal(problem) and mask.shape[3] > 1:
+        first = seen.to(torch.uint8).argmax(-1)  # the first key a row may see
+        empty = empty | (first > torch.arange(lse.shape[2], device=lse.device))
+    return lse.masked_fill(empty, -torch.inf)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+class CpuFlash:
+    @staticmethod
+    def forward(problem: Problem, tensors: Tensors) -> Saved:
+        query, key, value, mask, _ = tensors
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
+            query,
+            key,
+            value,
+            0.0,
+            _is_causal(problem),
+            attn_mask=_additive(mask, query.dtype),
+            scale=problem.options.scale,
+        )
+        if problem.lse or problem.grad:
+            lse = _mark_empty_rows(lse, problem, mask)
+        return Saved(out, lse)
+
+    @staticmethod
+    def backward(problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream) -> Gradients:
+        query, key, value, mask, _ = tensors
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+            upstream.out,
+            query,
+            key,
+            value,
+            saved.out,
+            _finite(saved.lse),
+            0.0,
+            _is_causal(problem),
+            attn_mask=_additive(mask, query.dtype),
+            scale=problem.options.scale,
+        )
+        return Gradients(*grads, None)
+
+
+class CudaFlash:
+    @staticmethod
+    def forward(problem: Problem, tensors: Tensors) -> Saved:
+        query, key, value, _, _ = tensors
+        result = aten._scaled_dot_product_flash_attention.default(
+            query, key, value, 0.0, _is_causal(problem), False, scale=problem.options.scale
+        )
+        return Saved(result[0], result[1].masked_fill(result[1] == torch.inf, -torch.inf))
+
+    @staticmethod
+    def backward(problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream) -> Gradients:
+        query, key, value, _, _ = tensors
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        grads = aten._scaled_dot_product_flash_attention_backward.default(
+            upstream.out,
+            query,
+            key,
+            value,
+            saved.out,
+            saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf),
+            None,
+            None,
+            problem.query_length,
+            problem.key_length,
+            0.0,
+            _is_causal(problem),
+            state,
+            state[:0],
+            scale=problem.options.scale,
+        )
+        return Gradients(*grads, None)
+
+
+class CudaCudnn:
+    @staticmethod
+    def forward(problem: Problem, tensors: Tensors) -> Saved:
+        query, key, value, _, _ = tensors
+        result = aten._scaled_dot_product_cudnn_attention.default(
+            query,
+            key,
+            value,
+            None,
+            True,
+            0.0,
+            _is_causal(problem),
+            False,
+            scale=problem.options.scale,
+        )
+        return Saved(result[0], result[1].reshape(problem.query_shape[:3]))
+
+    @staticmethod
+    def backward(problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream) -> Gradients:
+        query, key, value, _, _ = tensors
+        state = torch.zeros((), dtype=torch.int64, device=query.device)
+        grads = aten._scaled_dot_product_cudnn_attention_backward.default(
+            upstream.out,
+            query,
+            key,
+            value,
+            saved.out,
+            saved.lse[..., None],
+            state,
+            state,
+            None,
+            None,
+            None,
+            problem.query_length,
+            problem.key_length,
+            0.0,
+            _is_causal(problem),
+            scale=problem.options.scale,
+        )
+        return Gradients(*grads, None)
+
+
+class CudaEfficient:
+    @staticmethod
+    def forward(problem: Problem, tensors: Tensors) -> Saved:
+        query, key, value, mask, _ = tensors
+        out, lse, _, _ = aten._scaled_dot_product_efficient_attention.default(
+            query,
+            key,
+            value,
+            _efficient_bias(problem, mask),
+            True,
+            0.0,
+            _is_causal(problem),
+            scale=problem.options.scale,
+        )
+        lse = lse[..., : problem.query_length]
+        return Saved(out, _mark_empty_rows(lse, problem, mask))
+
+    @staticmethod
+    def backward(problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream) -> Gradients:
+        query, key, value, mask, _ = tensors
+        rows = problem.query_length
+        lse = query.new_full(
+            (*problem.query_shape[:2], -(-rows // 32) * 32), torch.inf, dtype=torch.float32
+        )
+        lse[..., :rows] = _finite(saved.lse)
+        state = torch.zeros((), dtype=torch.int64, device=query.device)
+        grads = aten._scaled_dot_product_efficient_attention_backward.default(
+            upstream.out,
+            query,
+            key,
+            value,
+            _efficient_bias(problem, mask),
+            saved.out,
+            lse,
+            state,
+            state,
+            0.0,
+            [True, True, True, False],
+            _is_causal(problem),
+            scale=problem.options.scale,
+        )
+        return Gradients(*grads[:3], None)
+
+
+def _efficient_bias(problem: Problem, mask: Tensor | None) -> Tensor | None:
+    """The mask as the kernel takes it: full shape by stride 0, rows on 16-byte boundaries."""
+    if mask is None:
+        return None
+    keys = problem.key_length
+    multiple = 16 // problem.dtype.itemsize
+    aligned = all(s % multiple == 0 for s in mask.stride()[:3]) and mask.data_ptr() % 16 == 0
+    if mask.dtype != problem.dtype or mask.stride(3) != 1 or not aligned:
+        padded = mask.new_empty(
+            (*mask.shape[:3], -(-keys // multiple) * multiple), dtype=problem.dtype
+        )
+        bias = padded[..., :keys]
+        if mask.dtype == torch.bool:
+            bias.zero_().masked_fill_(~mask, -torch.inf)
+        else:
+            bias.copy_(mask)
+        mask = bias
+    return mask.expand(*problem.query_shape[:3], keys)
+
+
+class Mps:
+    @staticmethod
+    def forward(problem: Problem, tensors: Tensors) -> Saved:
+        query, key, value, mask, _ = tensors
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(query.dtype)
+        out, _ = aten._scaled_dot_product_attention_math_for_mps.default(
+            query, key, value, mask, 0.0, _is_causal(problem), scale=problem.options.scale
+        )
+        return Saved(out, out.new_empty(0, dtype=torch.float32))
+
+    @staticmethod
+    def backward(problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream) -> Gradients:
+        raise AssertionError("torch has no fused backward on MPS; its capability says so")

@@ -1,0 +1,35 @@
+"""The command line: `orchard` or `python -m orchard`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+import orchard
+
+COMMANDS = {
+    "doctor": "say what is here: python, torch, devices, backends and why not",
+    "verify": "run the conformance suite on this machine",
+    "bench": "time Orchard and torch side by side, with correctness",
+    "demo": "train a small GPT through Orchard and through torch",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its module is imported only then."""
+    parser = argparse.ArgumentParser(prog="orchard", description=orchard.__doc__)
+    parser.add_argument("--version", action="version", version=f"orchard {orchard.__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        module = importlib.import_module(f"orchard.cli.{name}")
+        command = subparsers.add_parser(name, help=summary, description=module.__doc__)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has gone
+        return 141

@@ -1,0 +1,1 @@
+"""Who serves a call: capabilities, plans, the journal and the settings that steer them."""

@@ -1,0 +1,277 @@
+"""What a backend is: capabilities as data, reasons as values, and the functions that serve."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+
+from orchard.attention.problem import (
+    Gradients,
+    Options,
+    Problem,
+    Saved,
+    Stage,
+    Tensors,
+    Upstream,
+    default_scale,
+    describe,
+)
+from orchard.attention.reference import attend
+
+ANY_DEVICE = ("*",)
+BandKind = Literal["causal", "bottom_right", "window"]
+MaskKind = Literal["bool", "additive"]
+
+
+class Reason(NamedTuple):
+    """Why a backend does not serve a problem, and what would change that."""
+
+    code: str
+    sentence: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What one kernel of a backend serves. Whatever is left at its default, it does not."""
+
+    kernel: str
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    stages: tuple[Stage, ...] = ("forward", "backward")
+    max_head_dim: int | None = None  # None: any
+    head_dim_multiple: int = 1
+    other_value_dim: bool = False
+    grouped_heads: bool = False
+    masks: tuple[MaskKind, ...] = ()
+    mask_grad: bool = False
+    bands: tuple[BandKind, ...] = ()
+    mask_with_band: bool = False
+    softcap: bool = False
+    dropout: bool = False
+    lse: bool = False
+    lse_grad: bool = False
+    zero_sizes: bool = False
+    strided_last_axis: bool = False
+    unaligned_rows: bool = False  # rows that do not begin on 16-byte boundaries
+    deterministic: bool = False
+
+    def on(self, device: torch.device) -> bool:
+        return self.devices == ANY_DEVICE or device.type in self.devices
+
+    def reasons(self, problem: Problem) -> tuple[Reason, ...]:
+        """Every reason why this kernel does not serve `problem`."""
+        p = problem
+        forward = p.stage == "forward"
+        found: list[Reason] = []
+
+        def need(served: bool, code: str, sentence: str, fix: str = "") -> None:
+            if not served:
+                found.append(Reason(code, sentence, fix))
+
+        need(self.on(p.device), "device", f"does not run on {p.device.type}")
+        need(p.stage in self.stages, "stage", f"has no {p.stage.replace('_', ' ')}")
+        need(
+            p.dtype in self.dtypes,
+            "dtype",
+            f"does not take {dtype_name(p.dtype)}",
+            f"use {', '.join(dtype_name(d) for d in self.dtypes)}",
+        )
+        widest = max(p.head_dim, p.value_dim)
+        need(
+            self.max_head_dim is None or widest <= self.max_head_dim,
+            "head_dim",
+            f"head dimension {widest} is above {self.max_head_dim}",
+        )
+        multiple = self.head_dim_multiple
+        need(
+            p.head_dim % multiple == 0 and p.value_dim % multiple == 0,
+            "head_dim_multiple",
+            f"head dimension is not a multiple of {multiple}",
+            "pad it",
+        )
+        need(
+            self.other_value_dim or p.head_dim == p.value_dim,
+            "value_dim",
+            f"value has head dimension {p.value_dim}, query has {p.head_dim}",
+        )
+        need(
+            self.grouped_heads or p.heads == p.kv_heads,
+            "grouped_heads",
+            f"does not share {p.kv_heads} key heads among {p.heads} query heads",
+        )
+        if p.mask is not None:
+            need(p.mask.kind in self.masks, "mask", f"takes no {p.mask.kind} mask")
+            need(
+                forward or self.mask_grad or not p.mask_grad,
+                "mask_grad",
+                "gives no gradient of the mask",
+                "detach the mask",
+            )
+            need(
+                self.mask_with_band or p.band_kind == "none",
+                "mask_with_band",
+                "takes a mask or causal, not both",
+                "write the causal part into the mask",
+            )
+        need(
+            p.band_kind in ("none", *self.bands)
+            or (p.band_kind == "causal" and p.query_length == p.key_length and bool(self.bands)),
+            "band",
+            f"no {p.band_kind.replace('_', '-')} masking for {p.query_length} rows "
+            f"and {p.key_length} keys",
+        )
+        need(self.softcap or not p.options.softcap, "softcap", "no softcap", "drop softcap")
+        need(
+            self.dropout or not p.options.threshold,
+            "dropout",
+            "cannot draw Orchard's dropout bits",
+            "set dropout_p=0",
+        )
+        need(
+            not forward or self.lse or not (p.lse or p.grad),
+            "lse",
+            "gives no lse, which a backward or return_lse needs",
+            "call it under torch.no_grad() without return_lse",
+        )
+        need(
+            forward or self.lse_grad or not p.lse,
+            "lse_grad",
+            "takes no gradient through lse",
+            "detach lse",
+        )
+        sizes = (*p.query_shape, *p.key_shape, *p.value_shape)
+        need(self.zero_sizes or 0 not in sizes, "zero_size", "an axis has size 0")
+        need(
+            self.strided_last_axis or unit_last_strides(p),
+            "last_stride",
+            "the last axis of query, key or value does not have stride 1",
+            "make that axis contiguous",
+        )
+        need(
+            self.unaligned_rows or rows_aligned(p),
+            "alignment",
+            "rows do not begin on 16-byte boundaries",
+            "make offset and strides multiples of 16 bytes",
+        )
+        need(
+            self.deterministic or forward or not p.deterministic,
+            "deterministic",
+            "its backward is not deterministic",
+        )
+        return tuple(found)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def unit_last_strides(problem: Problem) -> bool:
+    operands = (
+        (problem.query_shape, problem.query_strides),
+        (problem.key_shape, problem.key_strides),
+        (problem.value_shape, problem.value_strides),
+    )
+    return all(shape[3] <= 1 or strides[3] == 1 for shape, strides in operands)
+
+
+def rows_aligned(problem: Problem) -> bool:
+    strides = (*problem.query_strides[:3], *problem.key_strides[:3], *problem.value_strides[:3])
+    return problem.aligned and all(s * problem.dtype.itemsize % 16 == 0 for s in strides)
+
+
+class Backend(ABC):
+    """A way to compute attention. Subclasses say what they serve as data and serve it."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    capabilities: ClassVar[tuple[Capability, ...]]
+
+    def __init__(self) -> None:
+        self._probed: dict[tuple[str, torch.device], Reason | None] = {}
+
+    @abstractmethod
+    def forward(self, problem: Problem, kernel: str, tensors: Tensors) -> Saved:
+        """(out, lse). An lse that the problem does not ask for may be an empty tensor."""
+
+    @abstractmethod
+    def backward(
+        self, problem: Problem, kernel: str, tensors: Tensors, saved: Saved, upstream: Upstream
+    ) -> Gradients:
+        """Gradients of the operands, from any backend's forward."""
+
+    def double_backward(
+        self, problem: Problem, tensors: Tensors, upstream: Upstream, directions: Gradients
+    ) -> tuple[Upstream, Gradients]:
+        """Second gradients; only for a backend whose capabilities have the stage."""
+        raise AssertionError(f"{self.name} was planned for a stage it does not have")
+
+    def serves_device(self, device: torch.device) -> bool:
+        return any(capability.on(device) for capability in self.capabilities)
+
+    def select(self, problem: Problem) -> tuple[Capability | None, tuple[Reason, ...]]:
+        """The first kernel that serves `problem`, or every reason why none does."""
+        if not self.serves_device(problem.device):
+            return None, (Reason("device", f"does not run on {problem.device.type}"),)
+        collected: list[Reason] = []
+        here = [c for c in self.capabilities if c.on(problem.device)]
+        for capability in here:
+            reasons = capability.reasons(problem) + self.special_reasons(capability, problem)
+            if not reasons:
+                unavailable = self.unavailable(capability, problem.device)
+                if unavailable is None:
+                    return capability, ()
+                reasons = (unavailable,)
+            if len(here) > 1:
+                reasons = tuple(
+                    r._replace(sentence=f"{capability.kernel}: {r.sentence}") for r in reasons
+                )
+            collected.extend(reasons)
+        return None, tuple(collected)
+
+    def special_reasons(self, capability: Capability, problem: Problem) -> tuple[Reason, ...]:
+        """Reasons that the capability table cannot express."""
+        return ()
+
+    def unavailable(self, capability: Capability, device: torch.device) -> Reason | None:
+        """None once a tiny case of this kernel has run right on `device`, else why it did not."""
+        key = (capability.kernel, device)
+        if key not in self._probed:
+            self._probed[key] = self.probe(capability, device)
+        return self._probed[key]
+
+    def probe(self, capability: Capability, device: torch.device) -> Reason | None:
+        """Run a tiny case and check its values."""
+        shape = (1, 2, 8, 64)
+        dtype = capability.dtypes[0]
+        try:
+            ramp = torch.linspace(-1, 1, 3 * 1024, dtype=torch.float64).reshape(3, *shape)
+            exact = Tensors(ramp[0], ramp[1].flip(2), ramp[2].cos())
+            options = Options(default_scale(shape[3]))
+            expected = attend(exact, options)
+            tensors = Tensors(*(t.to(device, dtype) for t in exact[:3]))
+            problem = describe(tensors, options, lse=capability.lse)
+            saved = self.forward(problem, capability.kernel, tensors)
+            wrong = not torch.allclose(saved.out.double().cpu(), expected.out, atol=0.05)
+            if "backward" in capability.stages:
+                grads = self.backward(
+                    describe(tensors, options, stage="backward", grad_out=saved.out, grad=True),
+                    capability.kernel,
+                    tensors,
+                    saved,
+                    Upstream(torch.zeros_like(saved.out), None),
+                )
+                wrong = wrong or bool(grads.query.count_nonzero())
+        except Exception as error:  # the probe exists to turn any failure into a reason
+            return Reason("unavailable", f"its probe failed: {one_line(error)}")
+        if wrong:
+            return Reason("unavailable", "its probe computed wrong values")
+        return None
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,239 @@
+"""Choosing who serves a call, serving it, and going on when a kernel fails."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+from orchard.attention.problem import Problem
+from orchard.dispatch import settings
+from orchard.dispatch.backend import Backend, Capability, Reason, dtype_name, one_line
+from orchard.dispatch.journal import Journal, Tally, journal
+from orchard.errors import ArgumentValueError, FallbackWarning, NotServedError, OrchardError
+from orchard.text import table
+
+T = TypeVar("T")
+AUTO = "auto"
+_CACHED_PLANS = 4096
+
+
+class Rejection(NamedTuple):
+    backend: str
+    reasons: tuple[Reason, ...]
+    better: bool  # it stands before the chosen backend in the order of preference
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decision: who serves a problem, and why each other backend does not."""
+
+    problem: Problem
+    requested: str
+    backend: str | None  # None: nobody serves it
+    kernel: str
+    rejected: tuple[Rejection, ...]
+    backward: Plan | None = None  # for a call whose gradient is wanted
+
+    @cached_property
+    def passed_over(self) -> tuple[tuple[str, Reason], ...]:
+        """Reasons of the backends that would have been preferred on this device."""
+        return tuple(
+            (rejection.backend, reason)
+            for rejection in self.rejected
+            if rejection.better
+            for reason in rejection.reasons
+            if reason.code != "device"
+        )
+
+    @cached_property
+    def tally(self) -> Tally:
+        codes = dict.fromkeys((backend, reason.code) for backend, reason in self.passed_over)
+        return Tally(self.problem.stage, self.backend or "", self.kernel, tuple(codes))
+
+    def why_not(self, backend: str) -> tuple[Reason, ...]:
+        """The reasons why `backend` was not chosen; empty for the one that was."""
+        return next((r.reasons for r in self.rejected if r.backend == backend), ())
+
+    def __str__(self) -> str:
+        p = self.problem
+        served = f"{self.backend} ({self.kernel})" if self.backend else "nobody"
+        head = f"{p.stage.replace('_', ' ')} on {p.device.type}: served by {served}"
+        rows = [[self.backend, "chosen", self.kernel, ""]] if self.backend else []
+        for rejection in self.rejected:
+            for n, reason in enumerate(rejection.reasons):
+                name, verdict = (rejection.backend, "no") if n == 0 else ("", "")
+                if reason.code == "order":
+                    verdict = "after"
+                rows.append([name, verdict, reason.sentence, reason.fix])
+        parts = [
+            f"{head}\n{describe_problem(p)}\n",
+            table(["backend", "", "why", "what would change it"], rows),
+        ]
+        if self.backward is not None:
+            parts.append(f"\n{self.backward}")
+        return "\n".join(parts)
+
+
+def describe_problem(p: Problem) -> str:
+    """One or two lines that say what the call is."""
+    o = p.options
+    words = [f"{dtype_name(p.dtype)} query {list(p.query_shape)} key {list(p.key_shape)}"]
+    words.append(f"value {list(p.value_shape)}")
+    if p.mask is not None:
+        words.append(f"{p.mask.kind} mask {list(p.mask.shape)}")
+    if o.band is not None:
+        words.append(p.band_kind.replace("_", "-"))
+    if o.softcap:
+        words.append(f"softcap {o.softcap:g}")
+    if o.threshold:
+        words.append(f"dropout {o.threshold / 65536:.4g}")
+    strides = f"strides {p.query_strides} {p.key_strides} {p.value_strides}"
+    return f"  {', '.join(words)}\n  {strides}"
+
+
+class Planner:
+    """Plans problems over an ordered list of backends, first choice first."""
+
+    def __init__(
+        self, backends: tuple[Backend, ...], config: settings.Settings, log: Journal
+    ) -> None:
+        self.backends = {backend.name: backend for backend in backends}
+        self._config = config
+        self._journal = log
+        self._plans: dict[tuple[Problem, str], Plan] = {}
+        self._quarantine: dict[tuple[str, Problem], Reason] = {}
+        self._warned: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+        for name in (config.backend, *config.disabled):
+            if name != AUTO and name not in self.backends:
+                raise ArgumentValueError(
+                    f"ORCHARD_BACKEND or ORCHARD_DISABLE names {name!r}; "
+                    f"the backends are {', '.join(self.backends)}"
+                )
+
+    def plan(self, problem: Problem, requested: str = AUTO) -> Plan:
+        """The plan for `problem`, from the cache where it is known."""
+        found = self._plans.get((problem, requested))
+        return found if found is not None else self._make(problem, requested)
+
+    def _make(self, problem: Problem, requested: str) -> Plan:
+        asked = requested if requested != AUTO else self._config.backend
+        if asked != AUTO and asked not in self.backends:
+            raise ArgumentValueError(
+                f"backend is {asked!r}; it must be 'auto' or one of {', '.join(self.backends)}"
+            )
+        chosen: tuple[str, str] | None = None
+        rejected: list[Rejection] = []
+        for name, backend in self.backends.items():
+            capability, reasons = self._select(backend, problem, insisted=asked == name)
+            if capability is not None and chosen is None and asked in (AUTO, name):
+                chosen = name, capability.kernel
+                continue
+            if not reasons:
+                ahead = chosen[0] if chosen else asked
+                reasons = (
+                    Reason(
+                        "order",
+                        f"serves this too, but {ahead} was asked for"
+                        if asked != AUTO
+                        else f"serves this too, after {ahead}",
+                        f'backend="{name}" insists on it',
+                    ),
+                )
+            rejected.append(Rejection(name, reasons, better=chosen is None and asked == AUTO))
+        name, kernel = chosen or (None, "")
+        plan = Plan(problem, requested, name, kernel, tuple(rejected))
+        settings.logger.debug("%s", plan)
+        if len(self._plans) >= _CACHED_PLANS:
+            self._plans.clear()
+        self._plans[problem, requested] = plan
+        return plan
+
+    def _select(
+        self, backend: Backend, problem: Problem, *, insisted: bool
+    ) -> tuple[Capability | None, tuple[Reason, ...]]:
+        if backend.name in self._config.disabled:
+            return None, (Reason("disabled", "switched off by ORCHARD_DISABLE"),)
+        held = self._quarantine.get((backend.name, problem))
+        if held is not None:
+            return None, (held,)
+        capability, reasons = backend.select(problem)
+        if capability is not None and insisted and problem.stage == "forward" and problem.grad:
+            follow_up = problem.next_backward(lse_grad=False)
+            if backend.select(follow_up)[0] is None:
+                reasons = backend.select(follow_up)[1]
+                marked = (r._replace(sentence=f"in the backward, {r.sentence}") for r in reasons)
+                return None, tuple(marked)
+        return capability, reasons
+
+    def explain(self, problem: Problem, requested: str = AUTO) -> Plan:
+        """The plan, with that of the backward where one would follow."""
+        plan = self.plan(problem, requested)
+        if problem.stage == "forward" and problem.grad:
+            follow_up = problem.next_backward(lse_grad=problem.lse)
+            plan = replace(plan, backward=self.plan(follow_up, requested))
+        return plan
+
+    def run(self, problem: Problem, requested: str, serve: Callable[[Backend, str], T]) -> T:
+        """Serve `problem` by plan; under "auto" a kernel that fails is replaced by the next."""
+        while True:
+            plan = self.plan(problem, requested)
+            if plan.backend is None:
+                raise NotServedError(f"no backend may serve this call\n{plan}")
+            try:
+                result = serve(self.backends[plan.backend], plan.kernel)
+            except OrchardError:
+                raise
+            except Exception as error:
+                if not self._set_aside(plan, error):
+                    raise
+                continue
+            self._journal.served(plan)
+            return result
+
+    def _set_aside(self, plan: Plan, error: Exception) -> bool:
+        """Quarantine the failed (backend, problem); False where the failure has to be raised."""
+        name = plan.backend or ""
+        insisted = plan.requested != AUTO or self._config.backend != AUTO
+        last = not any(r.reasons[0].code == "order" for r in plan.rejected)
+        if insisted or last or self._config.on_error == "raise":
+            return False
+        text = one_line(error)
+        reason = Reason("failed", f"its kernel failed on this problem: {text}")
+        with self._lock:
+            self._quarantine[name, plan.problem] = reason
+            self._plans.clear()
+            first = (name, text) not in self._warned
+            self._warned.add((name, text))
+        self._journal.failed(name, plan.problem.stage, text)
+        if first:
+            stage = plan.problem.stage.replace("_", " ")
+            warnings.warn(
+                f"orchard: {name} failed in a {stage} and the next backend serves it: {text}",
+                FallbackWarning,
+                stacklevel=2,
+            )
+        return True
+
+
+_planner: Planner | None = None
+_planner_lock = threading.Lock()
+
+
+def planner() -> Planner:
+    """The process's planner, made at the first call."""
+    return _planner if _planner is not None else reset()
+
+
+def reset() -> Planner:
+    """A fresh planner: settings read again, plans, probes and quarantine forgotten."""
+    global _planner
+    from orchard.backends import load
+
+    with _planner_lock:
+        _planner = Planner(load(), settings.reload(), journal)
+        return _planner

@@ -1,0 +1,29 @@
+"""Every exception and warning that Orchard raises."""
+
+
+class OrchardError(Exception):
+    """Root of Orchard's exceptions."""
+
+
+class ArgumentValueError(OrchardError, ValueError):
+    """An argument has the right type and a value that is not allowed."""
+
+
+class ArgumentTypeError(OrchardError, TypeError):
+    """An argument has the wrong Python type, dtype or tensor layout."""
+
+
+class NotServedError(OrchardError, RuntimeError):
+    """The backend that was insisted on cannot serve this call; the message holds every reason."""
+
+
+class SettingError(OrchardError, ValueError):
+    """An ORCHARD_* environment variable holds a value that is not allowed."""
+
+
+class FallbackWarning(UserWarning):
+    """A backend failed at run time and the next one served the call."""
+
+
+class IntegrationWarning(UserWarning):
+    """A part of torch could not be routed to Orchard."""

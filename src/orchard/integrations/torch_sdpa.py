@@ -1,0 +1,161 @@
+"""Routing of torch's own scaled_dot_product_attention to Orchard, while it is enabled.
+
+Three places, because torch has three ways into attention:
+- the operator aten::scaled_dot_product_attention, for every eager call under any name;
+- torch.compile's tracer, which then sees Orchard's call instead of the operator;
+- the fused inference path of nn.MultiheadAttention and nn.TransformerEncoderLayer, switched off.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from orchard.attention.compat import scaled_dot_product_attention, why_torch
+from orchard.dispatch.journal import journal
+from orchard.errors import IntegrationWarning
+
+_KEYS = ("CPU", "CUDA", "MPS", "AutogradCPU", "AutogradCUDA", "AutogradMPS")
+_operator = torch.ops.aten.scaled_dot_product_attention.default
+
+
+class _State:
+    """What is changed while enabled, and what to put back."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.depth = 0
+        self.library: torch.library.Library | None = None
+        self.fastpath = True
+        self.tracer_hooked = False
+
+
+_state = _State()
+_active = False  # read by traced code, which is compiled again when it changes
+
+
+def enable() -> None:
+    """Serve every call of torch's scaled_dot_product_attention in this process with Orchard.
+
+    Calls nest: as many `disable()` as `enable()` restore torch exactly.
+    """
+    global _active
+    with _state.lock:
+        _state.depth += 1
+        if _state.depth > 1:
+            return
+        _hook_tracer()
+        _state.fastpath = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        _state.library = torch.library.Library("aten", "IMPL")
+        for key in _KEYS:
+            _state.library.impl("scaled_dot_product_attention", _route, key)
+        _forget_resolved_kernels()
+        _active = True
+
+
+def disable() -> None:
+    """Undo one `enable()`; without one, nothing happens."""
+    global _active
+    with _state.lock:
+        if _state.depth == 0:
+            return
+        _state.depth -= 1
+        if _state.depth > 0:
+            return
+        _active = False
+        if _state.library is not None:
+            _state.library._destroy()
+            _state.library = None
+            _forget_resolved_kernels()
+        torch.backends.mha.set_fastpath_enabled(_state.fastpath)
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """`with orchard.enabled():` enables for the block, in every thread of the process."""
+    enable()
+    try:
+        yield
+    finally:
+        disable()
+
+
+def _route(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The operator's kernel while enabled."""
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    reason = why_torch(*call)
+    if reason is None:
+        journal.intercepted()
+        return scaled_dot_product_attention(*call)
+    journal.delegated(reason)
+    return _operator.decompose(*call[:6], scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
+
+
+def _forget_resolved_kernels() -> None:
+    """torch's tracing remembers which kernel serves an operator, and Library does not tell it."""
+    getattr(_operator, "_dispatch_cache", {}).clear()
+
+
+def _is_active() -> bool:
+    return _active
+
+
+def _hook_tracer() -> None:
+    """Teach torch.compile's tracer to see Orchard's call, once per process.
+
+    torch offers no public way to replace one of its own functions in a trace. What was compiled
+    before cannot know of Orchard, so it is dropped; later changes are seen by the guard on
+    `_active` that inlining `_is_active` leaves.
+    """
+    if _state.tracer_hooked:
+        return
+    try:
+        import torch._dynamo
+        from torch._dynamo.variables.functions import UserFunctionVariable
+        from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+        handlers = TorchInGraphFunctionVariable._get_handlers()
+
+        def inline_while_active(function: Any) -> Any:
+            def handle(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+                active = tx.inline_user_function_return(UserFunctionVariable(_is_active), [], {})
+                if not active.as_python_constant():
+                    return None  # torch's own handling
+                return tx.inline_user_function_return(
+                    UserFunctionVariable(function), list(args), kwargs
+                )
+
+            return handle
+
+        handlers[F.scaled_dot_product_attention] = inline_while_active(scaled_dot_product_attention)
+        # The tracer takes this function whole, with the attention inside it.
+        handlers[F.multi_head_attention_forward] = inline_while_active(
+            F.multi_head_attention_forward
+        )
+        torch._dynamo.reset()
+    except (ImportError, AttributeError) as error:
+        warnings.warn(
+            f"orchard: torch.compile of this torch cannot be routed ({error}); compiled code "
+            "keeps torch's attention",
+            IntegrationWarning,
+            stacklevel=3,
+        )
+    _state.tracer_hooked = True
