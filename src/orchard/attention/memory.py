@@ -7,6 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from orchard.attention.problem import accumulation_dtype, contiguous_strides
+
+allocate = torch.empty_strided  # the one source of output memory
+
 
 def axis_order(tensor: Tensor) -> list[int]:
     """Axes of `tensor` from the outermost in memory to the innermost.
@@ -40,9 +44,15 @@ def strides_following(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 def empty_following(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """An uninitialised tensor of `shape` that lies in memory as `tensor` does."""
-    return torch.empty_strided(
-        tuple(shape), strides_following(tensor, shape), dtype=tensor.dtype, device=tensor.device
-    )
+    strides = strides_following(tensor, shape)
+    return allocate(tuple(shape), strides, dtype=tensor.dtype, device=tensor.device)
+
+
+def empty_lse(query: Tensor) -> Tensor:
+    """An uninitialised lse for `query` [B, H, S, D]."""
+    shape = query.shape[:3]
+    dtype = accumulation_dtype(query.dtype)
+    return allocate(shape, contiguous_strides(shape), dtype=dtype, device=query.device)
 
 
 def conform(actual: Tensor, tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from orchard.attention.memory import conform, empty_following
+from orchard.attention.memory import conform, empty_following, empty_lse
 from orchard.attention.problem import (
     Gradients,
     Options,
@@ -88,7 +88,7 @@ def _forward_fake(
     out = empty_following(query, (*query.shape[:3], value.shape[3]))
     if not (return_lse or grad):
         return out, _no_lse(query)
-    return out, query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
+    return out, empty_lse(query)
 
 
 def _no_lse(query: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class _AttentionBackward(torch.autograd.Function):
         grad_out, grad_lse, query, key, value, mask, seed = ctx.saved_tensors
         tensors = Tensors(query, key, value, mask, seed)
         upstream = Upstream(grad_out, grad_lse)
-        directions = Gradients(*grads[:3], grads[3] if ctx.mask_grad else None)
+        directions = Gradients(grads[0], grads[1], grads[2], grads[3] if ctx.mask_grad else None)
         problem = describe(
             tensors,
             ctx.settings.options(query, key),
@@ -244,14 +244,14 @@ def backward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _forward_autograd(*args: Any) -> tuple[Tensor, Tensor]:
     if _needs_graph(args[:4]):
-        return _Attention.apply(*args)  # type: ignore[no-any-return]
+        return _Attention.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(*args)  # type: ignore[no-any-return]
 
 
 def _backward_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if _needs_graph(args[:6]):
-        return _AttentionBackward.apply(*args)  # type: ignore[no-any-return]
+        return _AttentionBackward.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _backward_op(*args)  # type: ignore[no-any-return]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from orchard.attention.dropout import keep_mask, keep_scale
-from orchard.attention.memory import empty_following
+from orchard.attention.memory import empty_following, empty_lse
 from orchard.attention.problem import (
     Gradients,
     Options,
@@ -106,24 +106,32 @@ def attend(tensors: Tensors, options: Options, origin: Origin | None = None) -> 
 def gradients(
     tensors: Tensors, options: Options, upstream: Upstream, origin: Origin | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Derivative of `attend` by query, key, value and score (before the mask is summed)."""
+    """Derivative of `attend` by query, key, value and score (before the mask's axes are summed)."""
+    return propagate(softmax_rows(tensors, options, origin), tensors, options, upstream)
+
+
+def propagate(
+    rows: Rows, tensors: Tensors, options: Options, upstream: Upstream, *, magnitudes: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`gradients` from given rows; with `magnitudes` nothing cancels, for error analysis."""
     query, key, value, _, _ = tensors
-    p, factor, slope, _, _ = softmax_rows(tensors, options, origin)
+    p, factor, slope, _, _ = rows
     by_p = factor * _by_group("bhgid,bhjd->bhgij", upstream.out, value)
-    by_row = -(p * by_p).sum(-1, keepdim=True)
+    by_row = (p * by_p).sum(-1, keepdim=True) * (1.0 if magnitudes else -1.0)
     if upstream.lse is not None:
         by_row = by_row + upstream.lse[..., None]
     by_score = p * (by_p + by_row)
     by_product = options.scale * slope * by_score
-
-    kv_heads = key.shape[1]
-    split = (kv_heads, query.shape[1] // kv_heads if kv_heads else 1)
     by_query = _by_group("bhgij,bhjd->bhgid", by_product, key)
-    sum_rows = "bhgij,bhgid->bhjd"
-    by_key = torch.einsum(sum_rows, by_product.unflatten(1, split), query.unflatten(1, split))
-    kept = (p * factor).unflatten(1, split)
-    by_value = torch.einsum(sum_rows, kept, upstream.out.unflatten(1, split))
+    by_key = _sum_over_rows(by_product, query, key.shape[1])
+    by_value = _sum_over_rows(p * factor, upstream.out, key.shape[1])
     return by_query, by_key, by_value, by_score
+
+
+def _sum_over_rows(weights: Tensor, rows: Tensor, kv_heads: int) -> Tensor:
+    """Rows summed with weights for each key, over every query head of a key head."""
+    split = (kv_heads, rows.shape[1] // kv_heads if kv_heads else 1)
+    return torch.einsum("bhgij,bhgid->bhjd", weights.unflatten(1, split), rows.unflatten(1, split))
 
 
 class Chunk(NamedTuple):
@@ -198,7 +206,7 @@ def forward(tensors: Tensors, options: Options, *, chunk_bytes: int | None = Non
     """(out, lse), chunk by chunk."""
     query, value = tensors.query, tensors.value
     out = empty_following(query, (*query.shape[:3], value.shape[3]))
-    lse = out.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
+    lse = empty_lse(query)
     with torch.no_grad():
         for chunk in chunks(tensors, chunk_bytes):
             part = attend(_widened(chunk.cut(tensors)), options, chunk.origin(tensors))

@@ -40,8 +40,13 @@ def progress(label: str, total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar on standard error; call the yielded function with a note after each step."""
     if _has_rich() and sys.stderr.isatty():
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         columns = (
             TextColumn("{task.description}"),

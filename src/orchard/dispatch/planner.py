@@ -145,8 +145,8 @@ class Planner:
                     ),
                 )
             rejected.append(Rejection(name, reasons, better=chosen is None and asked == AUTO))
-        name, kernel = chosen or (None, "")
-        plan = Plan(problem, requested, name, kernel, tuple(rejected))
+        winner, kernel = chosen or (None, "")
+        plan = Plan(problem, requested, winner, kernel, tuple(rejected))
         settings.logger.debug("%s", plan)
         if len(self._plans) >= _CACHED_PLANS:
             self._plans.clear()

@@ -134,9 +134,9 @@ def _hook_tracer() -> None:
 
         handlers = TorchInGraphFunctionVariable._get_handlers()
 
-        def inline_while_active(function: Any) -> Any:
+        def inline_while_active(function: Any, guard: Any = _is_active) -> Any:
             def handle(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-                active = tx.inline_user_function_return(UserFunctionVariable(_is_active), [], {})
+                active = tx.inline_user_function_return(UserFunctionVariable(guard), [], {})
                 if not active.as_python_constant():
                     return None  # torch's own handling
                 return tx.inline_user_function_return(

@@ -89,7 +89,7 @@ class CpuFlash:
             attn_mask=_additive(mask, query.dtype),
             scale=problem.options.scale,
         )
-        return Gradients(*grads, None)
+        return Gradients(grads[0], grads[1], grads[2], None)
 
 
 class CudaFlash:
@@ -122,7 +122,7 @@ class CudaFlash:
             state[:0],
             scale=problem.options.scale,
         )
-        return Gradients(*grads, None)
+        return Gradients(grads[0], grads[1], grads[2], None)
 
 
 class CudaCudnn:
@@ -164,7 +164,7 @@ class CudaCudnn:
             _is_causal(problem),
             scale=problem.options.scale,
         )
-        return Gradients(*grads, None)
+        return Gradients(grads[0], grads[1], grads[2], None)
 
 
 class CudaEfficient:
@@ -208,7 +208,7 @@ class CudaEfficient:
             _is_causal(problem),
             scale=problem.options.scale,
         )
-        return Gradients(*grads[:3], None)
+        return Gradients(grads[0], grads[1], grads[2], None)
 
 
 def _efficient_bias(problem: Problem, mask: Tensor | None) -> Tensor | None:

@@ -1,0 +1,1 @@
+"""Tools to prove attention right: input factories, guard buffers, error budgets, conformance."""
