@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from orchard.attention.memory import conform, empty_following, empty_lse
 from orchard.attention.problem import (
@@ -203,7 +202,6 @@ class _AttentionBackward(torch.autograd.Function):
         ctx.mask_grad = inputs[16]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad_out, grad_lse, query, key, value, mask, seed = ctx.saved_tensors
         tensors = Tensors(query, key, value, mask, seed)

@@ -135,7 +135,7 @@ def _sum_over_rows(weights: Tensor, rows: Tensor, kv_heads: int) -> Tensor:
 
 
 class Chunk(NamedTuple):
-    """A part of the problem: some batch entries, some key heads with their query heads, some rows."""
+    """A part of the problem: batch entries, key heads with their query heads, and rows."""
 
     batch: slice
     heads: slice
@@ -276,38 +276,70 @@ def double_backward(
 ) -> tuple[Upstream, Gradients]:
     """Gradients of <backward(tensors, upstream), directions> by upstream and by the operands.
 
-    torch differentiates `gradients`, so this runs where autograd records.
+    torch differentiates `gradients`, so this runs where autograd records. Where gradients of the
+    result are wanted too (grad mode is on), it stays on the graph, in one piece.
     """
-    wide = accumulation_dtype(tensors.query.dtype)
-    mask_grad = directions.mask is not None
-    sums = _sums(tensors, mask_grad)
+    if torch.is_grad_enabled():
+        return _second_gradients(tensors, options, upstream, directions, create_graph=True)
+    sums = _sums(tensors, directions.mask is not None)
     by_out = torch.zeros_like(upstream.out)
     by_lse = None if upstream.lse is None else torch.zeros_like(upstream.lse)
     for chunk in chunks(tensors, chunk_bytes):
         keys = (chunk.batch, chunk.kv_heads)
-        along = [directions.query[chunk.output], directions.key[keys], directions.value[keys]]
-        if directions.mask is not None:
-            along.append(chunk.cut_mask(directions.mask))
-        operands = _widened(chunk.cut(tensors))
-        grad_out = upstream.out[chunk.output].detach().to(wide)
-        grad_lse = None if upstream.lse is None else upstream.lse[chunk.output].detach()
-        inputs = [operands.query, operands.key, operands.value]
-        if mask_grad and operands.mask is not None:
-            inputs.append(operands.mask)
-        inputs.append(grad_out)
-        if grad_lse is not None:
-            inputs.append(grad_lse)
-        with torch.enable_grad():
-            for leaf in inputs:
-                leaf.requires_grad_()
-            part = Upstream(grad_out, grad_lse)
-            firsts = gradients(operands, options, part, chunk.origin(tensors))
-            dot = torch.stack(
-                [(first * way.to(wide)).sum() for first, way in zip(firsts, along, strict=False)]
-            ).sum()
-            seconds = torch.autograd.grad(dot, inputs, materialize_grads=True)
-        _add_to_sums(sums, chunk, seconds)
-        by_out[chunk.output] = seconds[len(sums)].to(by_out.dtype)
-        if by_lse is not None:
-            by_lse[chunk.output] = seconds[-1]
+        along = Gradients(
+            directions.query[chunk.output],
+            directions.key[keys],
+            directions.value[keys],
+            None if directions.mask is None else chunk.cut_mask(directions.mask),
+        )
+        part = Upstream(
+            upstream.out[chunk.output],
+            None if upstream.lse is None else upstream.lse[chunk.output],
+        )
+        by_part, grads = _second_gradients(
+            _widened(chunk.cut(tensors)), options, part, along, chunk.origin(tensors)
+        )
+        _add_to_sums(sums, chunk, tuple(grad for grad in grads if grad is not None))
+        by_out[chunk.output] = by_part.out
+        if by_lse is not None and by_part.lse is not None:
+            by_lse[chunk.output] = by_part.lse
     return Upstream(by_out, by_lse), _narrowed(sums, tensors)
+
+
+def _second_gradients(
+    tensors: Tensors,
+    options: Options,
+    upstream: Upstream,
+    directions: Gradients,
+    origin: Origin | None = None,
+    *,
+    create_graph: bool = False,
+) -> tuple[Upstream, Gradients]:
+    wide = accumulation_dtype(tensors.query.dtype)
+    along = [way.to(wide) for way in directions if way is not None]
+    with torch.enable_grad():
+        # Partial derivatives: by these aliases only, not by what `directions` come from.
+        inputs = [_alias(t) for t in (*tensors[:3], upstream.out)]
+        query, key, value, out = (t.to(wide) for t in inputs)
+        lse, mask = upstream.lse, tensors.mask
+        if lse is not None:
+            lse = _alias(lse)
+            inputs.append(lse)
+        if mask is not None and directions.mask is not None:
+            mask = _alias(mask)
+            inputs.append(mask)
+        operands = Tensors(query, key, value, mask, tensors.seed)
+        firsts = gradients(operands, options, Upstream(out, lse), origin)
+        if mask is not None and directions.mask is not None:
+            firsts = (*firsts[:3], firsts[3].sum_to_size(mask.shape))
+        seconds = torch.autograd.grad(
+            firsts[: len(along)], inputs, along, create_graph=create_graph, materialize_grads=True
+        )
+    by_query, by_key, by_value, by_out, *rest = seconds
+    by_lse = None if lse is None else rest.pop(0)
+    return Upstream(by_out, by_lse), Gradients(by_query, by_key, by_value, *rest or (None,))
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same values as a tensor of their own to differentiate by, still on the graph."""
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()

@@ -18,7 +18,7 @@ class Season:
     skies: tuple[str, ...]
     changes: tuple[str, ...]
     work: tuple[str, ...]
-    visits: tuple[str, ...]
+    visits: tuple[str, ...]  # with the visitor
 
 
 SEASONS = (
@@ -27,7 +27,11 @@ SEASONS = (
         skies=("soft rain falls on the hill", "the wind turns to the west", "the light grows long"),
         changes=("opens its first buds", "is white with blossom", "puts out small green leaves"),
         work=("prunes the last dead wood", "sows clover", "ties the young grafts to their stakes"),
-        visits=("wakes and looks for flowers", "builds a nest of moss", "drinks from the ditch"),
+        visits=(
+            "the first bee looks for flowers",
+            "a thrush builds a nest of moss",
+            "the brown hare crosses the lane",
+        ),
     ),
     Season(
         times=("in high summer", "when the days are long", "on a hot afternoon in July"),
@@ -38,7 +42,11 @@ SEASONS = (
             "bends a little more each week",
         ),
         work=("thins the crowded fruit", "brings water in two pails", "cuts the tall grass"),
-        visits=("hums from dawn to dusk", "sleeps in the shade", "steals the first sweet berries"),
+        visits=(
+            "the bees hum from dawn to dusk",
+            "the grey cat sleeps in the shade",
+            "a blackbird steals the sweet berries",
+        ),
     ),
     Season(
         times=("in autumn", "when the mist lies late", "on a gold day in October"),
@@ -46,9 +54,9 @@ SEASONS = (
         changes=("is heavy with ripe fruit", "turns red and yellow", "drops its windfalls"),
         work=("fills basket after basket", "sets the ladder with care", "presses the cider"),
         visits=(
-            "feeds on the windfalls",
-            "flies south over the hill",
-            "hides nuts under the roots",
+            "the wasps feed on the fallen fruit",
+            "the swallows fly south over the hill",
+            "a red squirrel hides nuts under the roots",
         ),
     ),
     Season(
@@ -60,14 +68,17 @@ SEASONS = (
         ),
         changes=("stands bare and black", "holds a line of snow", "rests without a sound"),
         work=("mends the baskets by the fire", "sharpens the saws", "sorts the stored fruit"),
-        visits=("leaves tracks in the snow", "sings one thin song", "sleeps below the hedge"),
+        visits=(
+            "a fox leaves tracks in the snow",
+            "the robin sings one thin song",
+            "the hedgehog sleeps below the hedge",
+        ),
     ),
 )
 TREES = ("apple tree", "pear tree", "plum tree", "quince", "cherry tree", "medlar")
 AGES = ("old", "young", "tall", "crooked", "proud")
 PLACES = ("by the gate", "near the well", "along the wall", "behind the barn", "on the slope")
 PEOPLE = ("the keeper", "her daughter", "the neighbour", "the boy from the mill")
-CREATURES = ("the bee", "the thrush", "the hedgehog", "the brown hare", "a red squirrel")
 
 
 def text(years: int = YEARS) -> str:
@@ -84,10 +95,10 @@ def _pick(random: Random, choices: Sequence[str]) -> str:
 
 def _paragraph(random: Random, season: Season) -> str:
     sentences = [
-        f"{_pick(random, season.times)} {_pick(random, season.skies)}",
+        f"{_pick(random, season.times)}, {_pick(random, season.skies)}",
         f"{_tree(random)} {_pick(random, season.changes)}",
         f"{_pick(random, PEOPLE)} {_pick(random, season.work)} {_pick(random, PLACES)}",
-        f"{_pick(random, CREATURES)} {_pick(random, season.visits)}",
+        _pick(random, season.visits),
         f"{_tree(random)} {_pick(random, season.changes)}, and {_pick(random, season.skies)}",
     ]
     return " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)

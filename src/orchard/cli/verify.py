@@ -1,9 +1,133 @@
-"""Placeholder while the file is being written."""
+"""Run the conformance suite: layouts, dtypes, masks, gradients, guard buffers and dropout.
+
+Every result is held to the fp64 definition. Exits 0 if all that is served is right, 1 if not,
+2 if nothing could be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchard.cli.console import print_table, progress
+
+if TYPE_CHECKING:
+    from orchard.testing.conformance import Case, Outcome
 
 
-def add_arguments(parser):
-    pass
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", default="auto", help="the backend to verify (default: auto)")
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda or mps (default: the best one visible)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a quarter of the cases")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        default=Path("orchard-verify.json"),
+        help="where to write the report, to attach to a bug (default: %(default)s)",
+    )
 
 
-def run(args):
-    return 0
+def run(args: argparse.Namespace) -> int:
+    from orchard.cli.doctor import collect
+    from orchard.dispatch.planner import AUTO, planner
+    from orchard.dispatch.report import visible_devices
+    from orchard.testing.conformance import CASES, QUICK
+
+    devices = {device.type: device for device in visible_devices()}
+    name = next(reversed(devices)) if args.device == "auto" else args.device
+    device = next((d for d in visible_devices() if name in (d.type, str(d))), None)
+    if device is None:
+        print(f"device {name!r} is not visible; there is {', '.join(devices)}", file=sys.stderr)
+        return 2
+    if args.backend != AUTO and args.backend not in planner().backends:
+        known = ", ".join(planner().backends)
+        print(f"backend {args.backend!r} is unknown; there is {known}", file=sys.stderr)
+        return 2
+
+    cases = QUICK if args.quick else CASES
+    outcomes = []
+    with progress(f"verify {args.backend} on {device}", len(cases)) as step:
+        for case in cases:
+            outcomes.append(_outcome(case, str(device), args.backend))
+            step(case.name)
+    served = [outcome for outcome in outcomes if outcome.status != "not served"]
+    failed = [outcome for outcome in served if outcome.status == "failed"]
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "backend": args.backend,
+        "device": str(device),
+        "quick": args.quick,
+        "counts": _counts(outcomes),
+        "cases": [_as_data(outcome) for outcome in outcomes],
+        "machine": collect(),
+    }
+    args.report.write_text(json.dumps(report, indent=1))
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _print(outcomes, failed, args.report)
+    if failed:
+        return 1
+    return 0 if served else 2
+
+
+def _outcome(case: Case, device: str, backend: str) -> Outcome:
+    from orchard.testing.conformance import Outcome, check
+
+    try:
+        return check(case, device, backend)
+    except Exception as error:  # a crash of one case is a result of the suite
+        return Outcome(case, "failed", complaints=[f"raised {type(error).__name__}: {error}"])
+
+
+def _counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    counts = {"passed": 0, "failed": 0, "not served": 0}
+    for outcome in outcomes:
+        counts[outcome.status] += 1
+    return counts
+
+
+def _as_data(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "name": outcome.case.name,
+        "subject": outcome.case.subject,
+        "status": outcome.status,
+        "served": outcome.served,
+        "share_of_budget": round(outcome.worst, 4),
+        "results": {c.name: {"error": c.error, "budget": c.budget} for c in outcome.comparisons},
+        "complaints": outcome.complaints,
+    }
+
+
+def _print(outcomes: Sequence[Outcome], failed: Sequence[Outcome], report: Path) -> None:
+    rows = []
+    for subject in dict.fromkeys(outcome.case.subject for outcome in outcomes):
+        group = [outcome for outcome in outcomes if outcome.case.subject == subject]
+        counts = _counts(group)
+        servers = dict.fromkeys(outcome.served for outcome in group if outcome.served)
+        rows.append(
+            [
+                subject,
+                *(str(counts[status]) for status in ("passed", "failed", "not served")),
+                f"{max(outcome.worst for outcome in group):.2f}",
+                ", ".join(servers),
+            ]
+        )
+    headers = ["subject", "passed", "failed", "not served", "worst share of budget", "served by"]
+    print_table("conformance (forward / backward)", headers, rows)
+    if failed:
+        details = [[o.case.name, o.served, "; ".join(o.complaints)] for o in failed]
+        print_table("failures", ["case", "served by", "what is wrong"], details)
+    counts = _counts(outcomes)
+    print(
+        f"{counts['passed']} passed, {counts['failed']} failed, "
+        f"{counts['not served']} not served. Report: {report}"
+    )

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 
 def why_no_peak(device: torch.device | str) -> str | None:

@@ -90,11 +90,9 @@ class AtenBackend(Backend):
             major = torch.cuda.get_device_capability(problem.device)[0]
             if major < 9:
                 found.append(Reason("arch", "torch prefers flash to it before Hopper"))
-        if capability.kernel == "efficient" and problem.mask is not None:
-            if problem.mask.shape[3] == 1 < problem.key_length:
-                found.append(
-                    Reason("mask_layout", "takes no mask that is broadcast along the keys")
-                )
+        mask = problem.mask
+        if capability.kernel == "efficient" and mask and mask.shape[3] == 1 < problem.key_length:
+            found.append(Reason("mask_layout", "takes no mask that is broadcast along the keys"))
         if capability.kernel == "mps" and problem.head_dim not in _MPS_HEAD_DIMS:
             dims = ", ".join(map(str, _MPS_HEAD_DIMS))
             found.append(

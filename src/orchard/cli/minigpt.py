@@ -1,0 +1,178 @@
+"""A small character-level GPT written as model code usually is, and its training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_SPREAD = 0.05  # of the initial weights and of the positions
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model and of the batches it is trained on."""
+
+    vocabulary: int
+    context: int = 128
+    width: int = 128
+    heads: int = 4
+    layers: int = 2
+    dropout: float = 0.1
+    batch: int = 16
+
+
+class Attention(nn.Module):
+    """Causal self-attention with dropout, through torch's own call."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.dropout = shape.dropout
+        self.packed = nn.Linear(shape.width, 3 * shape.width, bias=False)
+        self.output = nn.Linear(shape.width, shape.width, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value as [B, H, S, D] views of one [B, S, 3, H, D] tensor."""
+        packed = self.packed(x).unflatten(-1, (3, self.heads, -1))
+        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind()
+        return query, key, value
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(*self.project(x), dropout_p=dropout, is_causal=True)
+        out: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each after a normalisation and around a skip."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.before_attention = nn.LayerNorm(shape.width)
+        self.attention = Attention(shape)
+        self.before_mlp = nn.LayerNorm(shape.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(shape.width, 4 * shape.width),
+            nn.GELU(),
+            nn.Linear(4 * shape.width, shape.width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before_attention(x))
+        out: Tensor = x + self.mlp(self.before_mlp(x))
+        return out
+
+
+class MiniGPT(nn.Module):
+    """Logits of the next character at every position."""
+
+    positions: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.characters = nn.Embedding(shape.vocabulary, shape.width)
+        self.register_buffer("positions", _waves(shape.context, shape.width))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.logits = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.apply(_initialise)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Characters and their positions: [B, S] to [B, S, width]."""
+        embedded: Tensor = self.characters(tokens) + self.positions[: tokens.shape[1]]
+        return embedded
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.logits(self.norm(x))
+        return out
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=_SPREAD)
+
+
+def _waves(context: int, width: int) -> Tensor:
+    """Fixed sines and cosines that tell positions apart: [context, width]."""
+    rates = 10_000.0 ** -torch.linspace(0, 1, width // 2)
+    angles = torch.arange(context)[:, None] * rates
+    return _SPREAD * torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+class Text:
+    """A text as numbers, its last tenth held out."""
+
+    def __init__(self, text: str) -> None:
+        self.alphabet = sorted(set(text))
+        tokens = torch.tensor([self.alphabet.index(character) for character in text])
+        split = len(text) * 9 // 10
+        self.training, self.held_out = tokens[:split], tokens[split:]
+
+    def decode(self, tokens: Tensor) -> str:
+        return "".join(self.alphabet[token] for token in tokens.tolist())
+
+
+def windows(tokens: Tensor, shape: Shape, generator: torch.Generator) -> Tensor:
+    """A batch of random places in `tokens`, each one longer than the context: [B, S + 1]."""
+    starts = torch.randint(len(tokens) - shape.context, (shape.batch,), generator=generator)
+    return tokens[starts[:, None] + torch.arange(shape.context + 1)]
+
+
+def batches(tokens: Tensor, shape: Shape, number: int, seed: int) -> Iterator[Tensor]:
+    """The same `number` of batches for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(number):
+        yield windows(tokens, shape, generator)
+
+
+def losses(model: nn.Module, batch: Tensor) -> Tensor:
+    """Cross entropy of every character after the first of each window, in nats: [B, S]."""
+    logits = model(batch[:, :-1])
+    return F.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
+
+
+class Trainer:
+    """A model with its optimiser."""
+
+    def __init__(self, model: MiniGPT) -> None:
+        self.model = model
+        self.optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimiser, 0.1, total_iters=20)
+
+    def step(self, batch: Tensor) -> float:
+        """One update; the loss before it. Leaves no gradients behind."""
+        self.model.train()
+        loss = losses(self.model, batch).mean()
+        loss.backward()
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        self.schedule.step()
+        return loss.item()
+
+    def evaluate(self, batch: Tensor) -> float:
+        """The loss without dropout."""
+        self.model.eval()
+        with torch.no_grad():
+            return losses(self.model, batch).mean().item()
+
+
+def generate(model: MiniGPT, start: Tensor, length: int, seed: int) -> Tensor:
+    """`start`, [S], continued by `length` characters drawn from the model."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = start.cpu()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(length):
+            context = tokens[-model.shape.context :].to(start.device)
+            odds = (model(context[None])[0, -1] / 0.8).softmax(-1).cpu()
+            tokens = torch.cat([tokens, torch.multinomial(odds, 1, generator=generator)])
+    return tokens

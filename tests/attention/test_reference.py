@@ -1,0 +1,250 @@
+"""The definition, against torch's own attention in fp64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import orchard
+from orchard.attention import reference
+from orchard.attention.dropout import draw_seed, keep_mask
+from orchard.attention.problem import Band, Gradients, Options, Tensors, Upstream
+
+pytestmark = [pytest.mark.grad]
+
+LIMIT = 1e-10
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": 0.37},
+    "causal": {"causal": True},
+    "bottom_right": {"causal": "bottom_right"},
+    "window": {"window": (3, 2)},
+    "window_causal": {"window": (4, -1), "causal": True},
+    "softcap": {"softcap": 2.5},
+    "softcap_window": {"softcap": 1.5, "window": (-1, 3)},
+    "dropout": {"dropout_p": 0.3},
+    "dropout_bottom_right": {"dropout_p": 0.5, "causal": "bottom_right"},
+}
+MASKS: dict[str, tuple[str, tuple[int, ...]] | None] = {
+    "no_mask": None,
+    "bool_full": ("bool", (2, 4, 7, 9)),
+    "bool_keys": ("bool", (2, 1, 1, 9)),
+    "additive_full": ("additive", (2, 4, 7, 9)),
+    "additive_heads": ("additive", (4, 1, 9)),
+    "additive_2d": ("additive", (7, 9)),
+}
+
+
+def textbook(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention written anew with torch's softmax and logsumexp, for rows that see a key."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scale = options.get("scale", query.shape[-1] ** -0.5)
+    scores = query @ key.mT * scale
+    if cap := options.get("softcap"):
+        scores = cap * torch.tanh(scores / cap)
+    if mask is not None:
+        scores = (
+            torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        )
+    rows, keys = scores.shape[-2:]
+    shift = keys - rows if options.get("causal") == "bottom_right" else 0
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    if options.get("causal"):
+        seen &= torch.ones(rows, keys, dtype=torch.bool).tril(shift)
+    left, right = options.get("window", (-1, -1))
+    if left >= 0:
+        seen &= torch.ones(rows, keys, dtype=torch.bool).triu(shift - left)
+    if right >= 0:
+        seen &= torch.ones(rows, keys, dtype=torch.bool).tril(shift + right)
+    scores = torch.where(seen, scores, -torch.inf)
+    return (torch.softmax(scores, -1) * keep) @ value, torch.logsumexp(scores, -1)
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    make = torch.Generator().manual_seed(3)
+    shapes = ((2, 4, 7, 6), (2, 2, 9, 6), (2, 2, 9, 5))
+    return tuple(  # type: ignore[return-value]
+        torch.randn(s, dtype=torch.float64, generator=make).requires_grad_() for s in shapes
+    )
+
+
+def make_mask(kind: str, shape: tuple[int, ...]) -> Tensor:
+    values = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    if kind == "bool":
+        open_ = values > -0.5
+        open_[..., :2] = True  # every row sees a key, whatever the band
+        open_[..., -2:] = True
+        return open_
+    return values.requires_grad_()
+
+
+def kept(p: float, generator: torch.Generator) -> Tensor:
+    """The dropout factor of the call that draws its seed from `generator`."""
+    threshold = round(p * 65536)
+    seed = draw_seed(torch.device("cpu"), generator)
+    planes = torch.arange(8).reshape(2, 4)
+    keep = keep_mask(seed, threshold, planes, torch.arange(7), 9)
+    return keep.double() / (1 - threshold / 65536)
+
+
+@pytest.mark.parametrize("mask_name", MASKS)
+@pytest.mark.parametrize("option_name", OPTIONS)
+def test_against_torch_in_fp64(option_name: str, mask_name: str) -> None:
+    """Output, lse, gradients and second gradients equal torch's to 1e-10."""
+    options, spec = OPTIONS[option_name], MASKS[mask_name]
+    mask = make_mask(*spec) if spec else None
+    inputs = [*operands(), *([mask] if mask is not None and mask.requires_grad else [])]
+    p = options.get("dropout_p", 0.0)
+    keep = kept(p, torch.Generator().manual_seed(1)) if p else torch.ones(())
+
+    got = orchard.attention(
+        *inputs[:3],
+        mask=mask,
+        return_lse=True,
+        generator=torch.Generator().manual_seed(1),
+        backend="reference",
+        **options,
+    )
+    want = textbook(*inputs[:3], mask, keep, **options)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=LIMIT, rtol=0)
+
+    upstream = [torch.randn_like(t).requires_grad_() for t in want]
+    first = torch.autograd.grad(got, inputs, upstream, create_graph=True)
+    first_torch = torch.autograd.grad(want, inputs, upstream, create_graph=True)
+    for mine, theirs in zip(first, first_torch, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=LIMIT, rtol=0)
+
+    along = [torch.randn_like(t) for t in first]
+    by = [*inputs, *upstream]
+    second = torch.autograd.grad(first, by, along, materialize_grads=True)
+    second_torch = torch.autograd.grad(first_torch, by, along, materialize_grads=True)
+    for mine, theirs in zip(second, second_torch, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=LIMIT, rtol=0)
+
+
+def test_against_torchs_math_operator() -> None:
+    """The textbook used here is itself torch's math attention, dropout mask included."""
+    query, key, value = operands()
+    keep = torch.rand(2, 4, 7, 9, dtype=torch.float64) > 0.3
+    theirs, _ = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, None, 0.3, False, keep, enable_gqa=True
+    )
+    mine, _ = textbook(query, key, value, None, keep.double() / 0.7)
+    torch.testing.assert_close(mine, theirs, atol=LIMIT, rtol=0)
+
+
+def test_gradcheck() -> None:
+    """Finite differences confirm both derivatives, through out and lse."""
+    make = torch.Generator().manual_seed(5)
+    inputs = [
+        torch.randn(s, dtype=torch.float64, generator=make).requires_grad_()
+        for s in ((1, 2, 3, 2), (1, 1, 4, 2), (1, 1, 4, 3), (2, 1, 4))
+    ]
+
+    def call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return orchard.attention(
+            query, key, value, mask=mask, causal="bottom_right", softcap=3.0, return_lse=True
+        )
+
+    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(call, inputs)
+
+
+def test_third_gradients() -> None:
+    """Gradients of second gradients are right too, on paths through other functions as well."""
+    query, key, value = operands()
+
+    def third(call: Any) -> Tensor:
+        out = call()
+        (first,) = torch.autograd.grad(out.sin().sum(), query, create_graph=True)
+        (second,) = torch.autograd.grad((first * query).sum(), query, create_graph=True)
+        (result,) = torch.autograd.grad(second.square().sum() + query.exp().sum(), query)
+        return result
+
+    mine = third(lambda: orchard.attention(query, key, value, causal=True))
+    theirs = third(lambda: textbook(query, key, value, None, torch.ones(()), causal=True)[0])
+    torch.testing.assert_close(mine, theirs, atol=LIMIT, rtol=0)
+
+
+CHUNK_LIMITS = (1, 600, 5_000, 10**9)
+
+
+@pytest.mark.parametrize("limit", CHUNK_LIMITS)
+def test_chunking_changes_nothing(limit: int) -> None:
+    """Any chunk size gives the values, gradients and second gradients of the plain form."""
+    query, key, value = (t.detach() for t in operands())
+    mask = make_mask("additive", (4, 1, 9)).detach()[None]
+    seed = torch.tensor([5, -9], dtype=torch.int32)
+    tensors = Tensors(query, key, value, mask, seed)
+    options = Options(0.4, 2.0, Band(-5, 3), 9000)
+    plain = reference.attend(tensors, options)
+    upstream = Upstream(torch.randn_like(plain.out), torch.randn_like(plain.lse))
+
+    def run(chunk_bytes: int) -> list[Tensor]:
+        out, lse = reference.forward(tensors, options, chunk_bytes=chunk_bytes)
+        grads = reference.backward(
+            tensors, options, upstream, mask_grad=True, chunk_bytes=chunk_bytes
+        )
+        directions = Gradients(*(torch.ones_like(g) for g in grads if g is not None))
+        by_upstream, by_tensors = reference.double_backward(
+            tensors, options, upstream, directions, chunk_bytes=chunk_bytes
+        )
+        found = [out, lse, *grads, *by_upstream, *by_tensors]
+        return [tensor for tensor in found if tensor is not None]
+
+    whole = run(10**9)
+    assert len(whole) == 12
+    torch.testing.assert_close(whole[0], plain.out, atol=LIMIT, rtol=0)
+    for part, expected in zip(run(limit), whole, strict=True):
+        torch.testing.assert_close(part, expected, atol=LIMIT, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 5000, 5000), (64, 32, 16, 4096), (2, 3, 7, 100), (9, 2, 3000, 10)],
+    ids=str,
+)
+def test_chunks_cover_the_output_once_within_the_limit(shape: tuple[int, ...]) -> None:
+    """Chunks tile [B, H, S] exactly and hold at most the limit of scores."""
+    batch, heads, rows, keys = shape
+    query = torch.empty(batch, heads, rows, 1, device="meta")
+    key = torch.empty(batch, heads, keys, 1, device="meta")
+    limit = 1_000_000
+    seen = torch.zeros(batch, heads, rows, dtype=torch.int8)
+    for chunk in reference.chunks(Tensors(query, key, key), limit):
+        part = seen[chunk.output]
+        part += 1
+        assert part.numel() * keys * 4 <= limit
+    assert bool((seen == 1).all())
+    assert reference.CHUNK_BYTES <= 256 * 2**20
+
+
+def test_empty_rows_are_zero_even_next_to_nan() -> None:
+    """A row with nothing to attend to gives 0, -inf and zero gradients whatever value holds."""
+    query, key, value = (torch.randn(1, 1, n, 4, requires_grad=True) for n in (3, 2, 2))
+    value = torch.full_like(value, torch.nan).requires_grad_()
+    mask = torch.zeros(3, 2, dtype=torch.bool)
+    out, lse = orchard.attention(query, key, value, mask=mask, return_lse=True, backend="reference")
+    assert torch.equal(out, torch.zeros_like(out))
+    assert bool((lse == -torch.inf).all())
+
+
+def test_combinations_are_distinct() -> None:
+    """Each option changes the result, so that the matrix above compares different things."""
+    query, key, value = (t.detach() for t in operands())
+    outs = {
+        name: orchard.attention(
+            query, key, value, generator=torch.Generator().manual_seed(1), **options
+        )
+        for name, options in OPTIONS.items()
+    }
+    for (a, first), (b, second) in itertools.combinations(outs.items(), 2):
+        assert not torch.allclose(first, second), (a, b)
