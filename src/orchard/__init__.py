@@ -8,14 +8,8 @@ except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"
 
 try:
-    import torch as _torch  # noqa: F401
-except Exception as _error:  # torch is missing or broken, and `orchard doctor` has to say so
-    _torch_error = _error
-
-    def __getattr__(name: str) -> object:
-        raise ImportError(f"orchard.{name} needs a working torch: {_torch_error}")
-
-else:
+    # The package comes first: the name `orchard.backends` belongs to the function.
+    import orchard.backends  # noqa: F401
     from orchard.attention.api import attention, explain
     from orchard.attention.compat import scaled_dot_product_attention
     from orchard.dispatch.report import BackendReport, advice, backends, stats
@@ -29,7 +23,17 @@ else:
         SettingError,
     )
     from orchard.integrations.torch_sdpa import disable, enable, enabled
+except Exception as _error:  # torch is missing, broken or too old, and `doctor` has to say so
+    _import_error = _error
+    for _name in ("attention", "backends"):  # packages that were imported before the error
+        globals().pop(_name, None)
 
+    def __getattr__(name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError(f"orchard.{name} needs a working torch: {_import_error}")
+
+else:
     __all__ = [
         "ArgumentTypeError",
         "ArgumentValueError",

@@ -1,4 +1,4 @@
-"""Plain-text tables for people, without a dependency."""
+"""Plain text for people, without a dependency."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int = 10
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True)).rstrip()
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """An exception as one line of at most `limit` characters."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -322,7 +322,7 @@ def test_variables_are_those_that_settings_reads() -> None:
     """A variable that is read is not called unknown."""
     environment = Recorder()
     settings.read(environment)
-    assert environment.asked == set(doctor.VARIABLES)
+    assert environment.asked == set(settings.VARIABLES)
 
 
 def test_names_cannot_be_judged_without_torch(fresh: Run) -> None:
@@ -527,3 +527,13 @@ def test_home_is_not_shown(
     package = Path(torch.__file__).parent
     monkeypatch.setenv("HOME", str(package.parent))
     assert report()["torch"]["path"] == str(Path("~") / package.name)
+
+
+def test_check_compares_torch_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's own arithmetic is compared before Orchard's: fp32 is not exact."""
+    monkeypatch.setattr(doctor, "_TOLERANCE", 0.0)
+    assert main(["doctor", "--check", "cpu"]) == 1
+    expected = "cpu does not work: ArithmeticError: torch's matrix product is off by "
+    assert capsys.readouterr().out.startswith(expected)

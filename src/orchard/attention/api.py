@@ -312,7 +312,7 @@ def _check_number(name: str, number: float | None) -> float | None:
         return None
     if isinstance(number, bool) or not isinstance(number, int | float | torch.SymFloat):
         raise ArgumentTypeError(f"{name} is {_a(number)}; it must be a number or None")
-    if not math.isfinite(number):
+    if not -math.inf < number < math.inf:
         raise ArgumentValueError(f"{name} is {number}; it must be finite")
     return float(number)
 

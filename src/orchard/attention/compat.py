@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from orchard.attention.api import attention
+from orchard.attention.problem import is_traced
 from orchard.dispatch.backend import Reason
 from orchard.dispatch.journal import journal
 
@@ -94,9 +95,7 @@ def why_torch(
 
 def _is_plain(tensor: Tensor) -> bool:
     kind = type(tensor)
-    known = kind is Tensor or kind is torch.nn.Parameter
-    # Tensors of a trace stand for plain ones.
-    known = known or kind.__module__.startswith("torch._subclasses.")
+    known = kind is Tensor or kind is torch.nn.Parameter or is_traced(tensor)
     return known and tensor.layout is torch.strided and not tensor.is_nested
 
 

@@ -22,8 +22,10 @@ from orchard.attention.problem import (
     default_scale,
     describe,
     drop_threshold,
+    is_traced,
     make_band,
 )
+from orchard.attention.reference import double_backward
 from orchard.dispatch.planner import AUTO, planner
 
 _OPTIONS = (
@@ -207,9 +209,13 @@ class _AttentionBackward(torch.autograd.Function):
         tensors = Tensors(query, key, value, mask, seed)
         upstream = Upstream(grad_out, grad_lse)
         directions = Gradients(grads[0], grads[1], grads[2], grads[3] if ctx.mask_grad else None)
+        options = ctx.settings.options(query, key)
+        if is_traced(query):  # the definition is traced; there is nothing to plan with
+            by_upstream, by_tensors = double_backward(tensors, options, upstream, directions)
+            return (*by_upstream, *by_tensors, *(None,) * 11)
         problem = describe(
             tensors,
-            ctx.settings.options(query, key),
+            options,
             stage="double_backward",
             grad_out=grad_out,
             lse=grad_lse is not None,

@@ -166,6 +166,11 @@ def make_band(
     return None if low is None and high is None else Band(low, high)
 
 
+def is_traced(tensor: Tensor) -> bool:
+    """Whether this is torch's stand-in for a tensor in a trace: it has no data."""
+    return type(tensor).__module__.startswith("torch._subclasses.")
+
+
 def default_scale(head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 

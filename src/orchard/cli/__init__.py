@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 
 import orchard
@@ -17,16 +18,19 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its module is imported only then."""
+    """Run one command; its module is imported only then, for doctor has to do without torch."""
+    words = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="orchard", description=orchard.__doc__)
     parser.add_argument("--version", action="version", version=f"orchard {orchard.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"orchard.cli.{name}")
-        command = subparsers.add_parser(name, help=summary, description=module.__doc__)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
+        command = subparsers.add_parser(name, help=summary)
+        if name == next((word for word in words if not word.startswith("-")), None):
+            module = importlib.import_module(f"orchard.cli.{name}")
+            command.description = module.__doc__
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    args = parser.parse_args(words)
     try:
         return int(args.run(args))
     except KeyboardInterrupt:

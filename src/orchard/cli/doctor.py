@@ -34,7 +34,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -48,18 +47,11 @@ import orchard
 from orchard.cli.console import print_table
 from orchard.dispatch import settings
 from orchard.errors import OrchardError
+from orchard.text import one_line
 
 T = TypeVar("T")
 
 PACKAGES = ("torch", "numpy", "triton", "rich", "matplotlib", "transformers", "diffusers")
-VARIABLES = (
-    "ORCHARD_BACKEND",
-    "ORCHARD_DEBUG_FLASHATN",
-    "ORCHARD_DISABLE",
-    "ORCHARD_LOG",
-    "ORCHARD_NUM_THREADS",
-    "ORCHARD_ON_ERROR",
-)
 WORKS, FAILS, CANNOT_TELL = 0, 1, 2
 
 _TABLED = ("orchard", "python", "platform", "cpu", "memory", "torch", "packages", "tools")
@@ -103,12 +95,12 @@ def _guarded(probe: Callable[[], T]) -> T | Failed:
     try:
         return probe()
     except Exception as error:  # a report has to come out of any broken machine
-        return Failed(textwrap.shorten(f"{type(error).__name__}: {error}", 500))
+        return Failed(one_line(error, 500))
 
 
 def _torch() -> ModuleType:
     """torch, or the error that `import orchard` met: a second import may fail differently."""
-    error = vars(orchard).get("_torch_error")
+    error = vars(orchard).get("_import_error")
     if error is not None:
         raise error
     import torch
@@ -291,7 +283,7 @@ def _setting(name: str, value: str) -> dict[str, Any]:
 
 def _problem(name: str, value: str) -> str | None:
     """What is wrong with one variable, taken alone."""
-    if name not in VARIABLES:
+    if name not in settings.VARIABLES:
         return "Orchard reads no variable of this name"
     try:
         config = settings.read({name: value})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +89,11 @@ class MiniGPT(nn.Module):
         embedded: Tensor = self.characters(tokens) + self.positions[: tokens.shape[1]]
         return embedded
 
+    def first_operands(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of the first attention call on these tokens."""
+        block = cast("Block", self.blocks[0])
+        return block.attention.project(block.before_attention(self.embed(tokens)))
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
@@ -113,9 +119,13 @@ class Text:
 
     def __init__(self, text: str) -> None:
         self.alphabet = sorted(set(text))
-        tokens = torch.tensor([self.alphabet.index(character) for character in text])
+        tokens = self.encode(text)
         split = len(text) * 9 // 10
         self.training, self.held_out = tokens[:split], tokens[split:]
+
+    def encode(self, text: str) -> Tensor:
+        number = {character: n for n, character in enumerate(self.alphabet)}
+        return torch.tensor([number[character] for character in text])
 
     def decode(self, tokens: Tensor) -> str:
         return "".join(self.alphabet[token] for token in tokens.tolist())

@@ -20,6 +20,7 @@ from orchard.attention.problem import (
     describe,
 )
 from orchard.attention.reference import attend
+from orchard.text import one_line
 
 ANY_DEVICE = ("*",)
 BandKind = Literal["causal", "bottom_right", "window"]
@@ -270,8 +271,3 @@ class Backend(ABC):
         if wrong:
             return Reason("unavailable", "its probe computed wrong values")
         return None
-
-
-def one_line(error: BaseException, limit: int = 200) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."

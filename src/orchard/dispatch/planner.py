@@ -11,10 +11,10 @@ from typing import NamedTuple, TypeVar
 
 from orchard.attention.problem import Problem
 from orchard.dispatch import settings
-from orchard.dispatch.backend import Backend, Capability, Reason, dtype_name, one_line
+from orchard.dispatch.backend import Backend, Capability, Reason, dtype_name
 from orchard.dispatch.journal import Journal, Tally, journal
 from orchard.errors import ArgumentValueError, FallbackWarning, NotServedError, OrchardError
-from orchard.text import table
+from orchard.text import one_line, table
 
 T = TypeVar("T")
 AUTO = "auto"

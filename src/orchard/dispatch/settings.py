@@ -10,6 +10,14 @@ from typing import Literal
 
 from orchard.errors import SettingError
 
+VARIABLES = (
+    "ORCHARD_BACKEND",
+    "ORCHARD_DISABLE",
+    "ORCHARD_ON_ERROR",
+    "ORCHARD_LOG",
+    "ORCHARD_DEBUG_FLASHATN",
+    "ORCHARD_NUM_THREADS",
+)
 logger = logging.getLogger("orchard")
 _handler = logging.StreamHandler()
 _handler.setFormatter(logging.Formatter("orchard %(levelname)s: %(message)s"))

@@ -1,0 +1,107 @@
+"""The benchmark's plot: a bar for each ratio, from the line where both are equally fast."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from orchard.testing.benchmark import Row
+
+FASTER, SLOWER, EQUAL = "#2f7d4f", "#b5533c", "#9a9a9a"
+INK, PALE, LINES = "#222222", "#777777", "#dddddd"
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+
+
+def why_no_chart() -> str | None:
+    """Why nothing can be drawn here; None where it can."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        return None
+    return "matplotlib is not installed; pip install 'orchard-attention[plot]' brings it"
+
+
+def draw(preset: str, rows: Sequence[Row], facts: dict[str, Any], paths: Sequence[Path]) -> None:
+    """Draw the ratios of `rows` into each of `paths`; the suffix decides the format."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 1.8 + 0.45 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_xscale("log")
+    axes.set_xlim(_limits(rows))
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    for place, row in enumerate(rows):
+        _bar(axes, place, row)
+        _label(axes, place, row)
+    _decorate(axes, preset, facts)
+    for path in paths:
+        figure.savefig(path, dpi=150)
+
+
+def _limits(rows: Sequence[Row]) -> tuple[float, float]:
+    ends = [end for row in rows if row.ratio for end in (row.ratio.p20, row.ratio.p80)]
+    return min([0.5, *(end / 1.6 for end in ends)]), max([2.0, *(end * 1.6 for end in ends)])
+
+
+def _bar(axes: Any, place: int, row: Row) -> None:
+    """A bar from 1 to the ratio with its whiskers and number, or the word that stands for it."""
+    beside = {"textcoords": "offset points", "va": "center"}
+    if row.ratio is None:
+        word = row.ours.status if row.ours.status != "ok" else f"torch: {row.torch.status}"
+        axes.annotate(word, (1.0, place), (6, 0), color=SLOWER, weight="bold", **beside)
+        return
+    low, middle, high = row.ratio
+    colour = FASTER if low > 1 else SLOWER if high < 1 else EQUAL
+    axes.barh(place, middle - 1, left=1.0, height=0.55, color=colour, zorder=2)
+    reach = [[middle - low], [high - middle]]
+    axes.errorbar(middle, place, xerr=reach, color=INK, capsize=3, linewidth=1, zorder=4)
+    right = middle >= 1
+    axes.annotate(
+        f"{middle:.2f}" if middle < 10 else f"{middle:.1f}",
+        (max(high, 1.0) if right else min(low, 1.0), place),
+        (6 if right else -6, 0),
+        ha="left" if right else "right",
+        color=INK,
+        fontsize=9,
+        **beside,
+    )
+
+
+def _label(axes: Any, place: int, row: Row) -> None:
+    """The case left of the axis, with its sizes and its backend below."""
+    served = ", ".join(dict.fromkeys(row.served.values()))
+    below = f"{row.case.sizes}, {served}" if served else row.case.sizes
+    beside = {"textcoords": "offset points", "ha": "right", "va": "center"}
+    at_axis = {"xy": (0, place), "xycoords": axes.get_yaxis_transform()}
+    axes.annotate(row.case.name, **at_axis, xytext=(-8, 6), fontsize=10, color=INK, **beside)
+    axes.annotate(below, **at_axis, xytext=(-8, -7), fontsize=8, color=PALE, **beside)
+
+
+def _decorate(axes: Any, preset: str, facts: dict[str, Any]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in TICKS if low <= tick <= high]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_yticks([])
+    axes.grid(axis="x", color=LINES, linewidth=0.8, zorder=0)
+    axes.axvline(1.0, color=INK, linewidth=1.2, zorder=3)
+    axes.tick_params(axis="x", labelsize=9, colors=PALE)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlabel(
+        "torch's time / Orchard's, log scale: right of 1 Orchard is faster\n"
+        "whiskers: p20 to p80 of the rounds; grey where they include 1",
+        color=INK,
+        fontsize=9,
+    )
+    threads = "" if facts["gpu"] else f", {facts['threads']} threads"
+    versions = f"torch {facts['torch']}, orchard {facts['orchard']}, {facts['date'][:10]}"
+    axes.set_title(
+        f"orchard bench {preset}\n{facts['gpu'] or facts['cpu']}{threads}, {versions}",
+        loc="left",
+        fontsize=11,
+    )

@@ -1,0 +1,513 @@
+"""Orchard and torch side by side: cases as data, interleaved timing, correctness first."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from orchard.attention.api import Causal, attention, explain
+from orchard.attention.dropout import draw_seed
+from orchard.attention.problem import Band, Options, Tensors, Upstream, make_band
+from orchard.dispatch.planner import AUTO, Plan
+from orchard.dispatch.report import stats
+from orchard.testing.budget import Comparison, Results, judge
+from orchard.testing.inputs import BY_NAME, Guarded, guarded
+from orchard.testing.memory import peak_memory
+from orchard.testing.poison import poisoned
+from orchard.text import one_line
+
+Step = Callable[[], object]
+Status = Literal["ok", "WRONG", "not served", "failed"]
+
+SAMPLE_SECONDS = 0.002  # a sample repeats the call until it lasts about this long
+FEWEST_ROUNDS = 4
+BACKWARD_COST = 2.5  # of a forward, by the field's convention
+_SEED = 7
+_SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem and what is done with it, described so that it can be built on any device."""
+
+    name: str
+    batch: int = 2
+    heads: int = 8
+    kv_heads: int = 8
+    rows: int = 512
+    keys: int = 512
+    dim: int = 64
+    value_dim: int = 64
+    dtype: torch.dtype = torch.float32
+    views: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")
+    mask: Literal["padding", "bias"] | None = None  # bool [B,1,1,Sk] or additive [1,H,Sq,Sk]
+    mask_grad: bool = False
+    causal: Causal = False
+    window: tuple[int, int] | None = None
+    dropout_p: float = 0.0
+    backward: bool = False
+
+    @property
+    def band(self) -> Band | None:
+        left, right = self.window or (-1, -1)
+        bottom_right = self.causal == "bottom_right"
+        return make_band(left, 0 if self.causal else right, bottom_right, self.rows, self.keys)
+
+    @property
+    def sizes(self) -> str:
+        """Batch, heads, rows and keys, head dimensions and dtype, for people."""
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        dims = f"{self.dim}" if self.dim == self.value_dim else f"{self.dim}/{self.value_dim}"
+        length = f"{self.rows}" if self.rows == self.keys else f"{self.rows}x{self.keys}"
+        return f"B{self.batch} H{heads} S{length} D{dims} {_SHORT[self.dtype]}"
+
+
+def flops(case: Case) -> float:
+    """Operations of a step by the field's convention: only the two products, causal is half.
+
+    Where a band is not the causal one of a square problem, the pairs inside it are counted.
+    """
+    band = case.band
+    if band is None:
+        pairs: float = case.rows * case.keys
+    elif band == Band(None, 0) and case.rows == case.keys:
+        pairs = case.rows * case.keys / 2
+    else:
+        pairs = sum(_visible(row, case.keys, band) for row in range(case.rows))
+    forward = 2.0 * case.batch * case.heads * pairs * (case.dim + case.value_dim)
+    return forward * (1 + BACKWARD_COST) if case.backward else forward
+
+
+def _visible(row: int, keys: int, band: Band) -> int:
+    first = 0 if band.low is None else max(0, row + band.low)
+    last = keys - 1 if band.high is None else min(keys - 1, row + band.high)
+    return max(0, last - first + 1)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A case's tensors on a device, each between guards."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    grad_out: Tensor | None
+    leaves: tuple[Tensor, ...]
+    guards: tuple[Guarded, ...]
+
+    def intact(self) -> bool:
+        return all(guard.intact() for guard in self.guards)
+
+
+def build(case: Case, device: torch.device) -> Operands:
+    """Operands for `case`, the same values on every device."""
+    source = Generator().manual_seed(_SEED)
+    place = partial(guarded, dtype=case.dtype, device=device, generator=source)
+    shapes = (
+        (case.batch, case.heads, case.rows, case.dim),
+        (case.batch, case.kv_heads, case.keys, case.dim),
+        (case.batch, case.kv_heads, case.keys, case.value_dim),
+    )
+    guards = [place(s, BY_NAME[view]) for s, view in zip(shapes, case.views, strict=True)]
+    query, key, value = (guard.tensor for guard in guards)
+    leaves = [query, key, value]
+    mask = None
+    if case.mask == "padding":
+        lengths = torch.linspace(case.keys, case.keys // 2, case.batch, device=device)
+        seen = torch.arange(case.keys, device=device) < lengths.round()[:, None]
+        mask = seen[:, None, None]
+    elif case.mask == "bias":
+        guards.append(place((1, case.heads, case.rows, case.keys)))
+        mask = guards[-1].tensor
+        leaves += [mask] if case.mask_grad else []
+    grad_out = None
+    if case.backward:
+        guards.append(place((case.batch, case.heads, case.rows, case.value_dim)))
+        grad_out = guards[-1].tensor
+        for leaf in leaves:
+            leaf.requires_grad_()
+    return Operands(query, key, value, mask, grad_out, tuple(leaves), tuple(guards))
+
+
+def our_step(
+    case: Case, operands: Operands, backend: str, generator: Generator | None = None
+) -> tuple[Tensor, ...]:
+    """One call of Orchard's attention: the output, and the gradients where the case wants them."""
+    out = attention(
+        operands.query,
+        operands.key,
+        operands.value,
+        **_options(case, operands),
+        generator=generator,
+        backend=backend,
+    )
+    return _with_gradients(out, operands)
+
+
+def torch_step(case: Case, operands: Operands, mask: Tensor | None) -> tuple[Tensor, ...]:
+    """The same by torch, called as its user would call it; `mask` is from `torch_mask`."""
+    out = F.scaled_dot_product_attention(
+        operands.query,
+        operands.key,
+        operands.value,
+        attn_mask=mask,
+        dropout_p=case.dropout_p,
+        is_causal=case.band is not None and mask is None,
+        enable_gqa=case.heads != case.kv_heads,
+    )
+    return _with_gradients(out, operands)
+
+
+def torch_mask(case: Case, operands: Operands) -> Tensor | None:
+    """What torch is given as a mask: the case's own, or the band where torch has no name for it."""
+    band = case.band
+    if band is None or (band == Band(None, 0) and operands.mask is None):
+        return operands.mask
+    device = operands.query.device
+    distance = (
+        torch.arange(case.keys, device=device) - torch.arange(case.rows, device=device)[:, None]
+    )
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if band.low is not None:
+        seen &= distance >= band.low
+    if band.high is not None:
+        seen &= distance <= band.high
+    return seen
+
+
+def _options(case: Case, operands: Operands) -> dict[str, Any]:
+    return {
+        "mask": operands.mask,
+        "causal": case.causal,
+        "window": case.window,
+        "dropout_p": case.dropout_p,
+    }
+
+
+def _with_gradients(out: Tensor, operands: Operands) -> tuple[Tensor, ...]:
+    if operands.grad_out is None:
+        return (out,)
+    return (out, *torch.autograd.grad(out, operands.leaves, operands.grad_out))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the oracle is asked about: the first batches and heads, the last rows."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    rows: int
+
+    def of_query(self, tensor: Tensor) -> Tensor:
+        """The part of a query, an output or a mask, whose axes of size one are left alone."""
+        wanted = (self.batch, self.heads, self.rows)
+        for axis, size in enumerate(wanted):
+            if tensor.shape[axis] > 1:
+                start = tensor.shape[axis] - size if axis == 2 else 0
+                tensor = tensor.narrow(axis, start, size)
+        return tensor
+
+    def of_key(self, tensor: Tensor) -> Tensor:
+        return tensor[: self.batch, : self.kv_heads]
+
+    def covers(self, case: Case) -> bool:
+        return (self.batch, self.heads, self.rows) == (case.batch, case.heads, case.rows)
+
+
+def affordable_part(case: Case, most_scores: int) -> Part:
+    """As much of `case` as has at most so many scores, and at least one group of heads.
+
+    Rows are left out only where they are independent: not in a backward, not with dropout.
+    """
+    group = case.heads // case.kv_heads
+    by_group = group * case.rows * case.keys
+    if case.mask_grad or case.batch * case.kv_heads * by_group <= most_scores:
+        return Part(case.batch, case.heads, case.kv_heads, case.rows)
+    kv_heads = min(max(most_scores // by_group, 1), case.kv_heads)
+    rows = case.rows
+    if by_group > most_scores and not case.backward and not case.dropout_p:
+        rows = min(max(most_scores // (group * case.keys), 1), case.rows)
+    return Part(1, kv_heads * group, kv_heads, rows)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Results beside their budgets."""
+
+    part: Part
+    comparisons: tuple[Comparison, ...]
+    complaint: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.complaint and all(comparison.ok for comparison in self.comparisons)
+
+    @property
+    def share(self) -> float:
+        """The largest share of its budget that any result uses."""
+        return max((c.error / c.budget for c in self.comparisons if c.budget), default=0.0)
+
+    def __str__(self) -> str:
+        wrong = [str(comparison) for comparison in self.comparisons if not comparison.ok]
+        return "; ".join([*wrong, *([self.complaint] if self.complaint else [])])
+
+
+def most_scores(device: torch.device) -> int:
+    """How many fp64 scores the oracle may hold in one tensor."""
+    return 2**26 if device.type == "cuda" else 2**20
+
+
+def check(
+    case: Case,
+    operands: Operands,
+    results: tuple[Tensor, ...],
+    options: Options,
+    seed: Tensor | None,
+) -> Check:
+    """Hold a step's results to their budgets, on the part of it that fp64 is affordable for."""
+    device = operands.query.device
+    part = affordable_part(case, most_scores(device))
+    home = torch.device("cpu") if device.type == "mps" else device  # MPS has no fp64
+
+    def ask(tensor: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
+        return cut(tensor.detach()).to(home)
+
+    mask, grad_out = operands.mask, operands.grad_out
+    tensors = Tensors(
+        ask(operands.query, part.of_query),
+        ask(operands.key, part.of_key),
+        ask(operands.value, part.of_key),
+        None if mask is None else ask(mask, part.of_query),
+        None if seed is None else seed.to(home),
+    )
+    cuts = (part.of_query, part.of_query, part.of_key, part.of_key, part.of_query)
+    out, *grads = (ask(result, cut) for result, cut in zip(results, cuts, strict=False))
+    upstream = None if grad_out is None else Upstream(ask(grad_out, part.of_query), None)
+    comparisons = judge(
+        Results(out, None, *grads),  # type: ignore[arg-type]
+        tensors,
+        _shifted(options, case.rows - part.rows),
+        upstream,
+        mask_grad=case.mask_grad,
+    )
+    complaint = "" if operands.intact() else "an operand or the memory around it was written to"
+    return Check(part, tuple(comparisons), complaint)
+
+
+def _shifted(options: Options, rows: int) -> Options:
+    """The options seen from `rows` rows further down."""
+    if options.band is None:
+        return options
+    low, high = (None if bound is None else bound + rows for bound in options.band)
+    return options._replace(band=Band(low, high))
+
+
+class Spread(NamedTuple):
+    """Percentiles of samples."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    levels = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    return Spread(*torch.tensor(samples, dtype=torch.float64).quantile(levels).tolist())
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """theirs / ours, round by round: above 1 ours is faster."""
+    return spread([their / our for our, their in zip(ours, theirs, strict=True)])
+
+
+def clock(step: Step, calls: int, device: torch.device) -> float:
+    """Seconds per call of `step`, over `calls` calls in a row."""
+    if device.type == "cuda":
+        return _clock_on_cuda(step, calls)
+    settle = torch.mps.synchronize if device.type == "mps" else _nothing
+    settle()
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    settle()
+    return (time.perf_counter() - start) / calls
+
+
+def _clock_on_cuda(step: Step, calls: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        step()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000 / calls
+
+
+def _nothing() -> None:
+    pass
+
+
+def interleave(
+    samplers: Sequence[Callable[[], float]], seconds: float, fewest: int = FEWEST_ROUNDS
+) -> list[list[float]]:
+    """Samples of each, taken in rounds that go through them forwards and backwards in turn."""
+    samples: list[list[float]] = [[] for _ in samplers]
+    places = list(range(len(samplers)))
+    end = time.perf_counter() + seconds
+    rounds = 0
+    while rounds < fewest or time.perf_counter() < end:
+        for place in places if rounds % 2 == 0 else reversed(places):
+            samples[place].append(samplers[place]())
+        rounds += 1
+    return samples
+
+
+def sampler(step: Step, device: torch.device) -> Callable[[], float]:
+    """Samples of `step`, each over as many calls as a sample should last, after a warm-up."""
+    clock(step, 1, device)
+    once = min(clock(step, 1, device) for _ in range(2))
+    calls = max(1, math.ceil(SAMPLE_SECONDS / max(once, 1e-7)))
+    return partial(clock, step, calls, device)
+
+
+class Served(NamedTuple):
+    """Calls that Orchard has served: by (stage, backend), and by kernel."""
+
+    calls: Counter[tuple[str, str]]
+    kernels: Counter[str]
+
+    @classmethod
+    def so_far(cls) -> Served:
+        counted = stats()
+        calls = {
+            (stage, backend): n
+            for stage, by_backend in counted["calls"].items()
+            for backend, n in by_backend.items()
+        }
+        return cls(Counter(calls), Counter(counted["kernels"]))
+
+    def since(self, before: Served) -> Served:
+        return Served(self.calls - before.calls, self.kernels - before.kernels)
+
+    def by_stage(self) -> dict[str, str]:
+        """The backends of each stage; several where one gave up on the way."""
+        names: dict[str, list[str]] = {}
+        for stage, backend in self.calls:
+            names.setdefault(stage, []).append(backend)
+        return {stage: "+".join(backends) for stage, backends in names.items()}
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one of the two did with a case; a speed only where its results were right."""
+
+    status: Status
+    note: str = ""
+    check: Check | None = None  # None: not judged
+    seconds: Spread | None = None
+    gflops: float | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case measured."""
+
+    case: Case
+    ours: Side
+    torch: Side
+    ratio: Spread | None  # torch's time over ours
+    rounds: int
+    served: dict[str, str]  # stage to backend
+    kernels: tuple[str, ...]  # backend/kernel
+
+    @property
+    def right(self) -> bool:
+        return self.ours.status in ("ok", "not served")
+
+
+def measure(case: Case, device: torch.device, backend: str = AUTO, seconds: float = 0.5) -> Row:
+    """Check both sides of `case`, then time in turn those that are right."""
+    operands = build(case, device)
+    plan = explain(
+        operands.query,
+        operands.key,
+        operands.value,
+        backend=backend,
+        **_options(case, operands),
+    )
+    before = Served.so_far()
+    ours = _try_ours(case, operands, plan)
+    theirs = _try_torch(case, operands, plan.problem.options)
+    steps: dict[str, Step] = {}
+    if ours.status == "ok":
+        steps["ours"] = partial(our_step, case, operands, backend)
+        if theirs.status == "ok":
+            steps["torch"] = partial(torch_step, case, operands, torch_mask(case, operands))
+    samplers = [sampler(step, device) for step in steps.values()]
+    samples = dict(zip(steps, interleave(samplers, seconds) if samplers else [], strict=True))
+    served = Served.so_far().since(before)
+    if "ours" in samples:
+        ours = _timed(ours, case, samples["ours"], steps["ours"], device)
+    if "torch" in samples:
+        theirs = _timed(theirs, case, samples["torch"], steps["torch"], device)
+    both = len(samples) == 2
+    ratio = paired_ratio(samples["ours"], samples["torch"]) if both else None
+    rounds = len(samples.get("ours", ()))
+    return Row(case, ours, theirs, ratio, rounds, served.by_stage(), tuple(served.kernels))
+
+
+def _try_ours(case: Case, operands: Operands, plan: Plan) -> Side:
+    for stage in (plan, plan.backward):
+        if stage is not None and stage.backend is None:
+            return Side("not served", "; ".join(_why_nobody(stage)))
+    device = operands.query.device
+    source = Generator(device).manual_seed(_SEED)
+    seed = draw_seed(device, Generator(device).manual_seed(_SEED)) if case.dropout_p else None
+    try:
+        with poisoned():
+            results = our_step(case, operands, plan.requested, source)
+        found = check(case, operands, results, plan.problem.options, seed)
+    except RuntimeError as error:
+        return Side("failed", one_line(error))
+    return Side("ok" if found.ok else "WRONG", str(found), found)
+
+
+def _why_nobody(plan: Plan) -> list[str]:
+    return [
+        f"{backend}: {reason.sentence}"
+        for backend, reasons, _ in plan.rejected
+        for reason in reasons
+        if reason.code not in ("device", "order")
+    ]
+
+
+def _try_torch(case: Case, operands: Operands, options: Options) -> Side:
+    try:
+        results = torch_step(case, operands, torch_mask(case, operands))
+        if case.dropout_p:
+            return Side("ok", "not judged: its dropout bits are its own")
+        found = check(case, operands, results, options, None)
+    except RuntimeError as error:
+        return Side("failed", one_line(error))
+    return Side("ok" if found.ok else "WRONG", str(found), found)
+
+
+def _timed(
+    side: Side, case: Case, samples: Sequence[float], step: Step, device: torch.device
+) -> Side:
+    seconds = spread(samples)
+    rate = flops(case) / seconds.p50 / 1e9
+    return replace(side, seconds=seconds, gflops=rate, peak_bytes=peak_memory(step, device))

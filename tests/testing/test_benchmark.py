@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from orchard.attention.api import attention, explain
+from orchard.attention.problem import Band
+from orchard.testing import benchmark
+from orchard.testing.benchmark import Case, Spread, measure
+from orchard.testing.presets import PRESETS
+
+pytestmark = pytest.mark.cli
+
+CPU = torch.device("cpu")
+TINY = Case("tiny", batch=2, heads=4, kv_heads=2, rows=9, keys=17, dim=8, value_dim=8)
+VARIANTS = (
+    TINY,
+    replace(TINY, causal=True, backward=True),
+    replace(TINY, causal="bottom_right"),
+    replace(TINY, window=(3, 2)),
+    replace(TINY, mask="padding", backward=True),
+    replace(TINY, mask="bias", mask_grad=True, backward=True),
+    replace(TINY, dropout_p=0.3, backward=True, value_dim=16),
+    replace(TINY, views=("bshd", "last_strided", "heads_expanded"), dtype=torch.bfloat16),
+)
+
+
+def test_flops_of_known_problems() -> None:
+    full = Case("", batch=2, heads=4, kv_heads=4, rows=16, keys=32, dim=8, value_dim=8)
+    assert benchmark.flops(full) == 4 * 2 * 4 * 16 * 32 * 8
+    assert benchmark.flops(replace(full, kv_heads=1)) == benchmark.flops(full)
+    assert benchmark.flops(replace(full, value_dim=24)) == 2 * benchmark.flops(full)
+    assert benchmark.flops(replace(full, backward=True)) == 3.5 * benchmark.flops(full)
+
+
+def test_flops_of_bands() -> None:
+    square = Case("", batch=1, heads=1, kv_heads=1, rows=16, keys=16, dim=1, value_dim=1)
+    assert benchmark.flops(replace(square, causal=True)) == benchmark.flops(square) / 2
+    # One row below a bottom-right diagonal sees every key; three rows leave out 0, 1 and 2.
+    assert benchmark.flops(replace(square, rows=1, causal="bottom_right")) == 4 * 16
+    assert benchmark.flops(replace(square, rows=3, causal="bottom_right")) == 4 * (16 + 15 + 14)
+    # A window of two keys: the first row sees one.
+    assert benchmark.flops(replace(square, window=(1, 0), causal=True)) == 4 * (1 + 15 * 2)
+
+
+def test_percentiles_of_known_samples() -> None:
+    assert benchmark.spread([3.0, 1.0, 2.0, 5.0, 4.0, 6.0]) == Spread(2.0, 3.5, 5.0)
+    assert benchmark.spread([7.0]) == Spread(7.0, 7.0, 7.0)
+
+
+def test_the_ratio_is_paired_by_round() -> None:
+    """Rounds twice as slow for both leave the ratio alone, which a ratio of medians would not."""
+    ours, theirs = [1.0, 2.0, 1.0, 8.0], [3.0, 6.0, 3.0, 24.0]
+    assert benchmark.paired_ratio(ours, theirs) == Spread(3.0, 3.0, 3.0)
+
+
+def test_rounds_alternate_who_goes_first() -> None:
+    calls: list[str] = []
+
+    def recorder(name: str, value: float) -> Callable[[], float]:
+        def sample() -> float:
+            calls.append(name)
+            return value
+
+        return sample
+
+    samples = benchmark.interleave([recorder("a", 1.0), recorder("b", 2.0)], 0.0, fewest=3)
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert samples == [[1.0] * 3, [2.0] * 3]
+
+
+def test_a_sampler_warms_up_and_then_repeats_short_calls() -> None:
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+
+    sample = benchmark.sampler(step, CPU)
+    assert calls == 3
+    assert sample() > 0
+    assert calls > 3 + 10
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=str)
+def test_both_sides_compute_the_case(case: Case) -> None:
+    """Also that torch is called so that it computes the same: it is held to the same budget."""
+    row = measure(case, CPU, seconds=0.001)
+    assert (row.ours.status, row.torch.status) == ("ok", "ok"), (row.ours.note, row.torch.note)
+    assert row.ratio is not None
+    assert row.ratio.p20 <= row.ratio.p50 <= row.ratio.p80
+    assert row.rounds >= benchmark.FEWEST_ROUNDS
+    assert (row.torch.check is None) == bool(case.dropout_p)
+    assert set(row.served) == {"forward", "backward"} if case.backward else {"forward"}
+    assert row.kernels
+    judged = {comparison.name for comparison in row.ours.check.comparisons}
+    grads = {"grad_query", "grad_key", "grad_value"} | ({"grad_mask"} if case.mask_grad else set())
+    assert judged == {"out"} | (grads if case.backward else set())
+    for side in (row.ours, row.torch):
+        assert side.peak_bytes is not None
+        assert side.peak_bytes > 0
+        assert side.gflops == pytest.approx(benchmark.flops(case) / side.seconds.p50 / 1e9)
+
+
+def test_a_wrong_result_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: object, **options: object) -> torch.Tensor:
+        return attention(*args, **options) * 1.01
+
+    monkeypatch.setattr(benchmark, "attention", wrong)
+    row = measure(TINY, CPU, seconds=0.001)
+    assert row.ours.status == "WRONG"
+    assert "out: error" in row.ours.note
+    assert not row.right
+    assert (row.ours.seconds, row.ours.gflops, row.ours.peak_bytes, row.ratio) == (None,) * 4
+    assert row.torch.seconds is None
+    assert row.served == {"forward": explain(*_operands(TINY)).backend}
+
+
+def test_a_wrong_peer_has_no_speed_and_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = benchmark.torch_step
+    monkeypatch.setattr(benchmark, "torch_step", lambda *args: (right(*args)[0] + 1.0,))
+    row = measure(TINY, CPU, seconds=0.001)
+    assert (row.ours.status, row.torch.status) == ("ok", "WRONG")
+    assert row.right
+    assert row.ours.seconds is not None
+    assert row.torch.seconds is None
+    assert row.ratio is None
+
+
+def test_a_peer_that_raises_leaves_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unable(*args: object) -> None:
+        raise NotImplementedError("no dropout here")
+
+    monkeypatch.setattr(benchmark, "torch_step", unable)
+    row = measure(TINY, CPU, seconds=0.001)
+    assert row.torch.status == "failed"
+    assert "no dropout here" in row.torch.note
+    assert row.ours.seconds is not None
+    assert row.ratio is None
+
+
+def test_an_operand_that_is_written_to_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(query: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        out = attention(query, *args, **options)
+        query[0, 0, 0, 0] += 1e-7
+        return out
+
+    monkeypatch.setattr(benchmark, "attention", careless)
+    row = measure(TINY, CPU, seconds=0.001)
+    assert row.ours.status == "WRONG"
+    assert "written to" in row.ours.note
+
+
+def test_a_backend_that_does_not_serve_is_no_failure() -> None:
+    row = measure(replace(TINY, dropout_p=0.1), CPU, "aten", seconds=0.001)
+    assert row.ours.status == "not served"
+    assert "dropout" in row.ours.note
+    assert row.right
+    assert row.ratio is None
+
+
+def test_what_the_oracle_can_afford() -> None:
+    case = Case("", batch=2, heads=8, kv_heads=4, rows=64, keys=32)
+    whole = benchmark.affordable_part(case, 2 * 8 * 64 * 32)
+    assert whole.covers(case)
+    assert benchmark.affordable_part(case, 5 * 64 * 32) == benchmark.Part(1, 4, 2, 64)
+    assert benchmark.affordable_part(case, 32 * 32) == benchmark.Part(1, 2, 1, 16)
+    # What sums over rows, or depends on their place, keeps all of them.
+    for kept in (replace(case, backward=True), replace(case, dropout_p=0.1)):
+        assert benchmark.affordable_part(kept, 32 * 32) == benchmark.Part(1, 2, 1, 64)
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=str)
+@pytest.mark.parametrize("most", [1, 2 * 9 * 17], ids=["last row", "one group"])
+def test_a_part_is_judged_as_the_whole_is(
+    case: Case, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right results pass on a part, and a mistake inside the part is seen."""
+    monkeypatch.setattr(benchmark, "most_scores", lambda device: most)
+    row = measure(case, CPU, seconds=0.001)
+    assert (row.ours.status, row.torch.status) == ("ok", "ok"), (row.ours.note, row.torch.note)
+    assert row.ours.check.part.covers(case) == case.mask_grad
+
+    def wrong(*args: object, **options: object) -> torch.Tensor:
+        out = attention(*args, **options)
+        last_row = torch.zeros_like(out).index_fill_(2, torch.tensor([out.shape[2] - 1]), 1.0)
+        return out + last_row
+
+    monkeypatch.setattr(benchmark, "attention", wrong)
+    assert measure(case, CPU, seconds=0.001).ours.status == "WRONG"
+
+
+def test_torch_is_given_a_mask_only_where_it_has_no_name_for_the_band() -> None:
+    def mask(case: Case) -> torch.Tensor | None:
+        return benchmark.torch_mask(case, benchmark.build(case, CPU))
+
+    assert mask(TINY) is None
+    assert mask(replace(TINY, causal=True)) is None
+    small = replace(TINY, rows=2, keys=4)
+    assert mask(replace(small, causal="bottom_right")).tolist() == [
+        [True, True, True, False],
+        [True, True, True, True],
+    ]
+    assert mask(replace(small, window=(0, 1))).tolist() == [
+        [True, True, False, False],
+        [False, True, True, False],
+    ]
+    assert replace(small, window=(0, 1)).band == Band(0, 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_named_cases_for_every_device(name: str, device: str) -> None:
+    cases = PRESETS[name](torch.device(device), None)
+    assert len({case.name for case in cases}) == len(cases)
+    assert PRESETS[name].__doc__
+    for case in cases:
+        assert case.heads % case.kv_heads == 0
+        assert benchmark.flops(case) > 0
+    half = PRESETS[name](torch.device(device), torch.float16)
+    allowed = {torch.float16} | ({torch.bfloat16} if name == "quick" else set())
+    assert {case.dtype for case in half} <= allowed
+
+
+def _operands(case: Case) -> tuple[torch.Tensor, ...]:
+    operands = benchmark.build(case, CPU)
+    return operands.query, operands.key, operands.value
