@@ -1,26 +1,29 @@
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from orchard import backends
+from orchard.backends.aten import AtenBackend
+from orchard.backends.reference import ReferenceBackend
 from orchard.dispatch import planner, settings
 from orchard.dispatch.backend import Backend
 from orchard.dispatch.planner import Planner
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def use_backends() -> Iterator[Callable[..., Planner]]:
-    """Register these backend classes, in this order, instead of Orchard's own."""
+    """Register these classes instead of Orchard's own; aten and reference to begin with."""
     with pytest.MonkeyPatch.context() as patch:
 
         def use(*classes: type[Backend]) -> Planner:
             entries = tuple(f"{kind.__module__}:{kind.__name__}" for kind in classes)
-            patch.setattr(backends, "REGISTRY", entries)
+            patch.setattr(importlib.import_module("orchard.backends"), "REGISTRY", entries)
             return planner.reset()
 
+        use(AtenBackend, ReferenceBackend)
         yield use
     planner.reset()
 

@@ -7,39 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from orchard.attention.problem import accumulation_dtype, contiguous_strides
+from orchard.attention.problem import accumulation_dtype
+from orchard.attention.strides import axis_order, contiguous_strides, dense_strides
 
 allocate = torch.empty_strided  # the one source of output memory
 
 
-def axis_order(tensor: Tensor) -> list[int]:
-    """Axes of `tensor` from the outermost in memory to the innermost.
-
-    Expanded axes and axes of size one keep their logical place.
-    """
-    shape, strides = tensor.shape, tensor.stride()
-    order = [0]
-    for axis in range(1, tensor.ndim):
-        place = axis
-        for position in range(axis - 1, -1, -1):
-            other = order[position]
-            if 0 in (strides[axis], strides[other]) or 1 in (shape[axis], shape[other]):
-                continue
-            if strides[axis] <= strides[other]:
-                break
-            place = position
-        order.insert(place, axis)
-    return order
-
-
 def strides_following(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Dense strides of `shape` with its axes in the memory order of `tensor`."""
-    strides = [1] * len(shape)
-    step = 1
-    for axis in reversed(axis_order(tensor)):
-        strides[axis] = step
-        step = step * max(shape[axis], 1)
-    return tuple(strides)
+    return dense_strides(shape, axis_order(tensor.shape, tensor.stride()))
 
 
 def empty_following(tensor: Tensor, shape: Sequence[int]) -> Tensor:

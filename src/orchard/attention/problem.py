@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from orchard.attention.strides import axis_order, dense_strides
+
 Stage = Literal["forward", "backward", "double_backward"]
 
 
@@ -131,19 +133,17 @@ class Problem(NamedTuple):
             return "bottom_right"
         return "window"
 
+    @property
+    def out_strides(self) -> tuple[int, ...]:
+        """Strides of the output, whose axes lie in memory as the query's."""
+        order = axis_order(self.query_shape, self.query_strides)
+        return dense_strides((*self.query_shape[:3], self.value_dim), order)
+
     def next_backward(self, *, lse_grad: bool) -> Problem:
         """The backward this forward would be followed by, if grad_out has the output's strides."""
-        shape = (*self.query_shape[:3], self.value_dim)
         return self._replace(
-            stage="backward", grad_strides=contiguous_strides(shape), lse=lse_grad, grad=True
+            stage="backward", grad_strides=self.out_strides, lse=lse_grad, grad=True
         )
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
-    return tuple(strides)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -188,6 +188,8 @@ def describe(
     """The problem that these operands pose."""
     query, key, value, mask, _ = tensors
     pointers = query.data_ptr() | key.data_ptr() | value.data_ptr()
+    if grad_out is not None:
+        pointers |= grad_out.data_ptr()
     return Problem(
         stage,
         query.device,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +69,7 @@ def _device(name: str) -> torch.device:
 
     from orchard.dispatch.report import visible_devices
 
-    seen = {device.type: device for device in visible_devices()}
+    seen = {device.type: device for device in reversed(visible_devices())}  # the first of each
     if _one_of(name, ("auto", *DEVICES)) == "auto":
         return next(seen[kind] for kind in ("cuda", "mps", "cpu") if kind in seen)
     if name not in seen:
@@ -83,9 +84,12 @@ def _one_of(name: str, names: tuple[str, ...]) -> str:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return seconds
 
 
@@ -211,7 +215,7 @@ def _check_data(check: Check, case: Case) -> dict[str, Any]:
 
 def _number(value: float) -> float | str:
     """JSON has no infinity."""
-    return value if value < float("inf") else "inf"
+    return value if value < math.inf else "inf"
 
 
 def _print_rows(preset: str, rows: list[Row], facts: dict[str, Any]) -> None:
@@ -272,10 +276,10 @@ def _shown(spread: Spread, factor: float = 1.0) -> str:
 
 
 def _digits(value: float | None) -> str:
-    """Three significant digits, never in powers of ten."""
+    """About three significant digits, never in powers of ten."""
     if value is None:
         return "-"
-    places = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 4
+    places = next((n for n, least in enumerate((100, 10, 0.1, 0.01)) if value >= least), 4)
     return f"{value:.{places}f}"
 
 

@@ -26,7 +26,7 @@ from orchard.testing.memory import peak_memory, why_no_peak
 
 T = TypeVar("T")
 MARKS = 6  # rows of the table of losses, after the first
-PROMPT = "In autumn"
+PROMPT = "In autumn, "
 SAMPLE = 320  # characters after the prompt
 LEARNT = 0.9  # the final held-out loss may be at most this share of the initial one
 APART = 0.05  # the two final losses may differ by this share of the initial one

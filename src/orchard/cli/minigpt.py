@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _SPREAD = 0.05  # of the initial weights and of the positions
+TEMPERATURE = 0.5  # of drawing characters; below 1 the likely ones are drawn more often
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,6 @@ def generate(model: MiniGPT, start: Tensor, length: int, seed: int) -> Tensor:
     with torch.no_grad():
         for _ in range(length):
             context = tokens[-model.shape.context :].to(start.device)
-            odds = (model(context[None])[0, -1] / 0.8).softmax(-1).cpu()
+            odds = (model(context[None])[0, -1] / TEMPERATURE).softmax(-1).cpu()
             tokens = torch.cat([tokens, torch.multinomial(odds, 1, generator=generator)])
     return tokens

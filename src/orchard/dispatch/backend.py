@@ -57,6 +57,7 @@ class Capability:
     lse_grad: bool = False
     zero_sizes: bool = False
     strided_last_axis: bool = False
+    strided_grad_out: bool = False  # a grad_out whose last axis is strided or expanded
     unaligned_rows: bool = False  # rows that do not begin on 16-byte boundaries
     deterministic: bool = False
 
@@ -153,6 +154,15 @@ class Capability:
             "make that axis contiguous",
         )
         need(
+            self.strided_grad_out
+            or p.grad_strides is None
+            or p.value_dim <= 1
+            or p.grad_strides[3] == 1,
+            "grad_stride",
+            "the last axis of grad_out does not have stride 1",
+            "make that axis contiguous",
+        )
+        need(
             self.unaligned_rows or rows_aligned(p),
             "alignment",
             "rows do not begin on 16-byte boundaries",
@@ -181,6 +191,8 @@ def unit_last_strides(problem: Problem) -> bool:
 
 def rows_aligned(problem: Problem) -> bool:
     strides = (*problem.query_strides[:3], *problem.key_strides[:3], *problem.value_strides[:3])
+    if problem.grad_strides is not None:
+        strides = (*strides, *problem.grad_strides[:3])
     return problem.aligned and all(s * problem.dtype.itemsize % 16 == 0 for s in strides)
 
 

@@ -41,7 +41,8 @@ def quick(device: torch.device, dtype: torch.dtype | None) -> list[Case]:
     """one of everything, in under a minute on two cores"""
     base = _base(device, dtype)
     keys = 32768 if device.type == "cuda" else 4096
-    return [
+    other = torch.float16 if base.dtype == torch.bfloat16 else torch.bfloat16
+    cases = [
         replace(base, name="full"),
         replace(base, name="causal", causal=True),
         replace(base, name="grouped heads, causal", kv_heads=base.heads // 4, causal=True),
@@ -49,12 +50,14 @@ def quick(device: torch.device, dtype: torch.dtype | None) -> list[Case]:
         replace(base, name="last axis strided", views=("last_strided",) * 3),
         replace(base, name="padding mask", mask="padding"),
         replace(base, name="window of 64, causal", window=(63, 0), causal=True),
-        replace(base, name="bfloat16, causal", dtype=torch.bfloat16, causal=True),
         replace(_decoding(base, rows=1, keys=keys), name="decode"),
         replace(base, name="train, causal", causal=True, backward=True),
         replace(base, name="train, dropout 0.1", dropout_p=0.1, backward=True),
         replace(base, name="train, Dv half of D", value_dim=base.dim // 2, backward=True),
     ]
+    if dtype is None:
+        cases.append(replace(base, name=f"{dtype_name(other)}, causal", dtype=other, causal=True))
+    return cases
 
 
 def layouts(device: torch.device, dtype: torch.dtype | None) -> list[Case]:

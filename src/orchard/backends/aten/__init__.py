@@ -37,6 +37,7 @@ class AtenBackend(Backend):
             bands=("causal",),
             mask_with_band=True,
             lse=True,
+            strided_grad_out=True,
             unaligned_rows=True,
             deterministic=True,
         ),
@@ -86,10 +87,18 @@ class AtenBackend(Backend):
 
     def special_reasons(self, capability: Capability, problem: Problem) -> tuple[Reason, ...]:
         found: list[Reason] = []
+        if capability.kernel == "cpu-flash" and _overlapping_rows(problem):
+            # In bf16 it reads outside the operand; BLAS promises nothing in fp32 either.
+            found.append(Reason("overlap", "its matrix products take no rows that overlap"))
         if capability.kernel == "cudnn":
             major = torch.cuda.get_device_capability(problem.device)[0]
             if major < 9:
                 found.append(Reason("arch", "torch prefers flash to it before Hopper"))
+            if problem.grad_strides not in (None, problem.out_strides):
+                # Found on an H200 with torch 2.11: the gradients are silently wrong.
+                found.append(
+                    Reason("grad_out", "reads grad_out by the strides of the output, not its own")
+                )
         mask = problem.mask
         if capability.kernel == "efficient" and mask and mask.shape[3] == 1 < problem.key_length:
             found.append(Reason("mask_layout", "takes no mask that is broadcast along the keys"))
@@ -116,6 +125,15 @@ class AtenBackend(Backend):
         self, problem: Problem, kernel: str, tensors: Tensors, saved: Saved, upstream: Upstream
     ) -> Gradients:
         return _LEAVES[kernel].backward(problem, tensors, saved, upstream)
+
+
+def _overlapping_rows(problem: Problem) -> bool:
+    operands = (
+        (problem.query_shape, problem.query_strides),
+        (problem.key_shape, problem.key_strides),
+        (problem.value_shape, problem.value_strides),
+    )
+    return any(0 < strides[2] < shape[3] and shape[2] > 1 for shape, strides in operands)
 
 
 def _torch_version() -> tuple[int, int]:

@@ -199,7 +199,7 @@ class CudaEfficient:
             key,
             value,
             _efficient_bias(problem, mask),
-            saved.out,
+            saved.out.transpose(1, 2).contiguous().transpose(1, 2),  # it reads [B, S, H, D] only
             lse,
             state,
             state,
@@ -219,12 +219,12 @@ def _efficient_bias(problem: Problem, mask: Tensor | None) -> Tensor | None:
     multiple = 16 // problem.dtype.itemsize
     aligned = all(s % multiple == 0 for s in mask.stride()[:3]) and mask.data_ptr() % 16 == 0
     if mask.dtype != problem.dtype or mask.stride(3) != 1 or not aligned:
-        padded = mask.new_empty(
+        padded = mask.new_zeros(  # the kernel reads the padding, and garbage there spoils gradients
             (*mask.shape[:3], -(-keys // multiple) * multiple), dtype=problem.dtype
         )
         bias = padded[..., :keys]
         if mask.dtype == torch.bool:
-            bias.zero_().masked_fill_(~mask, -torch.inf)
+            bias.masked_fill_(~mask, -torch.inf)
         else:
             bias.copy_(mask)
         mask = bias

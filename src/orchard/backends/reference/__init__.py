@@ -30,6 +30,7 @@ class ReferenceBackend(Backend):
             lse_grad=True,
             zero_sizes=True,
             strided_last_axis=True,
+            strided_grad_out=True,
             unaligned_rows=True,
             deterministic=True,
         ),
