@@ -173,6 +173,20 @@ LACKS = {
         ("value", "stride 1"),
         ("contiguous",),
     ),
+    "strided grad_out": Lack(
+        "grad_stride",
+        {"strided_grad_out": False},
+        BACKWARD | {"grad_strides": (1024, 256, 32, 2)},
+        ("grad_out", "stride 1"),
+        ("contiguous",),
+    ),
+    "expanded grad_out": Lack(
+        "grad_stride",
+        {"strided_grad_out": False},
+        BACKWARD | {"grad_strides": (0, 0, 0, 0)},
+        ("grad_out", "stride 1"),
+        ("contiguous",),
+    ),
     "offset": Lack(
         "alignment", {"unaligned_rows": False}, {"aligned": False}, ("16-byte",), ("16 bytes",)
     ),
@@ -180,6 +194,13 @@ LACKS = {
         "alignment",
         {"unaligned_rows": False},
         {"key_strides": (608, 152, 19, 1)},
+        ("16-byte",),
+        ("16 bytes",),
+    ),
+    "row stride of grad_out": Lack(
+        "alignment",
+        {"unaligned_rows": False},
+        BACKWARD | {"grad_strides": (608, 152, 19, 1)},
         ("16-byte",),
         ("16 bytes",),
     ),
@@ -242,7 +263,7 @@ def test_every_code_is_covered() -> None:
         and call.func.id == "need"
         and isinstance(call.args[1], ast.Constant)
     }
-    assert len(given) == 19
+    assert len(given) >= 20
     assert {lack.code for lack in LACKS.values()} == given
 
 
@@ -257,7 +278,9 @@ def test_all_reasons_are_collected() -> None:
         head_dim_multiple=16,
     )
     problem = PLAIN._replace(
-        **BACKWARD,
+        stage="backward",
+        grad=True,
+        grad_strides=(0, 0, 0, 0),
         query_strides=(1024, 256, 32, 2),
         key_shape=(2, 2, 0, 16),
         value_shape=(2, 2, 0, 12),
@@ -287,6 +310,7 @@ def test_all_reasons_are_collected() -> None:
         "lse_grad",
         "zero_size",
         "last_stride",
+        "grad_stride",
         "alignment",
         "deterministic",
     ]

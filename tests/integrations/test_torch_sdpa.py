@@ -162,9 +162,14 @@ def test_extra_disable_is_harmless() -> None:
 def test_an_exception_restores() -> None:
     """An exception inside the block leaves it, and torch is as before."""
     before, inputs = torch_state(), operands()
-    with pytest.raises(ZeroDivisionError), orchard.enabled():
-        F.scaled_dot_product_attention(*inputs)
-        raise ZeroDivisionError
+
+    def fail_inside() -> None:
+        with orchard.enabled():
+            F.scaled_dot_product_attention(*inputs)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
     assert served() == (1, 1, 0)
     assert torch_state() == before
     F.scaled_dot_product_attention(*inputs)
@@ -760,43 +765,47 @@ def test_threads() -> None:
                 close(mine, theirs)
 
 
-TOGGLING = """
-    import threading
+SWITCHING = """
+    import sys, threading
     import torch, orchard
     import torch.nn.functional as F
-    inputs = [torch.randn(1, 2, 16, 8, dtype=torch.float64) for _ in range(8)]
-    wants = [F.scaled_dot_product_attention(x, x, x) for x in inputs]
-    stop, errors, calls = threading.Event(), [], [0] * 8
-    def work(n):
+    x = torch.randn(1, 2, 16, 8, dtype=torch.float64)
+    want = F.scaled_dot_product_attention(x, x, x)
+    results = []
+    def call(ready):
+        ready.set()
         try:
-            while not stop.is_set():
-                got = F.scaled_dot_product_attention(inputs[n], inputs[n], inputs[n])
-                torch.testing.assert_close(got, wants[n], atol=1e-10, rtol=0)
-                calls[n] += 1
-        except BaseException as error:
-            errors.append(repr(error))
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
+            results.append(F.scaled_dot_product_attention(x, x, x))
+        except Exception as error:
+            results.append(error)
+    with orchard.enabled():
+        F.scaled_dot_product_attention(x, x, x)
+    sys.setswitchinterval(10)  # a thread goes on until it waits
     for _ in range(100):
-        with orchard.enabled():
-            F.scaled_dot_product_attention(*inputs[:1] * 3)
-    stop.set()
-    for thread in threads:
+        ready = threading.Event()
+        thread = threading.Thread(target=call, args=(ready,))
+        orchard.enable()
+        thread.start()
+        ready.wait()
+        # The call has found Orchard's kernel, and waits for this thread before it runs it.
+        orchard.disable()
+        orchard.enable()
+        orchard.disable()
         thread.join()
-    assert not errors, errors[0]
-    assert all(calls)
-    served = orchard.stats()["torch_sdpa"]["served"]
-    assert 100 <= served <= 100 + sum(calls)
+    assert len(results) == 100
+    for result in results:
+        assert isinstance(result, torch.Tensor), result
+        torch.testing.assert_close(result, want, atol=1e-10, rtol=0)
+    assert orchard.stats()["torch_sdpa"]["served"] > 1
     print("as it should be")
 """
 
 
 @pytest.mark.stress
-def test_switching_under_way() -> None:
-    """Switching on and off while eight threads compute neither breaks nor changes a call."""
+def test_switching_during_a_call() -> None:
+    """A call that is under way in another thread survives being switched off."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(TOGGLING)],
+        [sys.executable, "-c", textwrap.dedent(SWITCHING)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -815,6 +824,8 @@ def compiles() -> Iterator[Any]:
     import torch._dynamo
     from torch._dynamo.testing import CompileCounterWithBackend
 
+    with orchard.enabled():
+        pass  # the first time in a process drops what was compiled; see test_fresh_process
     torch._dynamo.reset()
     yield CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
@@ -847,7 +858,7 @@ def follow(
 STARTS = {
     "compiled before": [False, True, False],
     "compiled while enabled": [True, False, True],
-    "compiled after": [True, False],
+    "compiled after": [False, True],
 }
 
 
@@ -879,7 +890,7 @@ def test_compiled_function(start: str, compiles: Any) -> None:
 @pytest.mark.compile
 @pytest.mark.grad
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
-@pytest.mark.parametrize("kind", ["attention", "encoder"])
+@pytest.mark.parametrize("kind", ["attention", "layer"])
 def test_compiled_module(kind: str, mode: str, compiles: Any) -> None:
     """A compiled module follows the switch in every mode, and compiles nothing a second time."""
     model = module(kind).train(mode == "train")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_SPREAD = 0.05  # of the initial weights and of the positions
+_SPREAD = 0.05  # of the initial weights
 TEMPERATURE = 0.5  # of drawing characters; below 1 the likely ones are drawn more often
 
 
@@ -27,6 +27,16 @@ class Shape:
     batch: int = 16
 
 
+def rotate(x: Tensor) -> Tensor:
+    """Turn pairs of the elements of x, [B, S, H, D], by angles that grow with the position."""
+    half = x.shape[-1] // 2
+    rates = 1000.0 ** -torch.linspace(0, 1, half, dtype=x.dtype, device=x.device)
+    angles = torch.arange(x.shape[1], device=x.device)[:, None, None] * rates  # [S, 1, D / 2]
+    sine, cosine = angles.sin(), angles.cos()
+    one, other = x[..., :half], x[..., half:]
+    return torch.cat([one * cosine - other * sine, one * sine + other * cosine], dim=-1)
+
+
 class Attention(nn.Module):
     """Causal self-attention with dropout, through torch's own call."""
 
@@ -38,10 +48,10 @@ class Attention(nn.Module):
         self.output = nn.Linear(shape.width, shape.width, bias=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value as [B, H, S, D] views of one [B, S, 3, H, D] tensor."""
-        packed = self.packed(x).unflatten(-1, (3, self.heads, -1))
-        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind()
-        return query, key, value
+        """Query, key and value as [B, H, S, D] views of what is [B, S, H, D] in memory."""
+        query, key, value = self.packed(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        query, key = rotate(query), rotate(key)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
@@ -73,30 +83,22 @@ class Block(nn.Module):
 class MiniGPT(nn.Module):
     """Logits of the next character at every position."""
 
-    positions: Tensor
-
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         self.characters = nn.Embedding(shape.vocabulary, shape.width)
-        self.register_buffer("positions", _waves(shape.context, shape.width))
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.logits = nn.Linear(shape.width, shape.vocabulary, bias=False)
         self.apply(_initialise)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Characters and their positions: [B, S] to [B, S, width]."""
-        embedded: Tensor = self.characters(tokens) + self.positions[: tokens.shape[1]]
-        return embedded
-
     def first_operands(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of the first attention call on these tokens."""
         block = cast("Block", self.blocks[0])
-        return block.attention.project(block.before_attention(self.embed(tokens)))
+        return block.attention.project(block.before_attention(self.characters(tokens)))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        x = self.characters(tokens)
         for block in self.blocks:
             x = block(x)
         out: Tensor = self.logits(self.norm(x))
@@ -106,13 +108,6 @@ class MiniGPT(nn.Module):
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=_SPREAD)
-
-
-def _waves(context: int, width: int) -> Tensor:
-    """Fixed sines and cosines that tell positions apart: [context, width]."""
-    rates = 10_000.0 ** -torch.linspace(0, 1, width // 2)
-    angles = torch.arange(context)[:, None] * rates
-    return _SPREAD * torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 class Text:
@@ -152,12 +147,15 @@ def losses(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 class Trainer:
-    """A model with its optimiser."""
+    """A model with its optimiser; the rate rises for some steps, then falls to 0 at the last."""
 
-    def __init__(self, model: MiniGPT) -> None:
+    def __init__(self, model: MiniGPT, steps: int) -> None:
         self.model = model
         self.optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimiser, 0.1, total_iters=20)
+        warm_up = max(1, steps // 15)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimiser, lambda done: min((done + 1) / warm_up, 1 - done / steps)
+        )
 
     def step(self, batch: Tensor) -> float:
         """One update; the loss before it. Leaves no gradients behind."""

@@ -6,8 +6,6 @@ and their backwards want back what they wrote, or any finite value.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -16,26 +14,23 @@ from orchard.attention.problem import Gradients, Problem, Saved, Tensors, Upstre
 aten = torch.ops.aten
 
 
-class Leaf(Protocol):
-    """One leaf operator and its backward."""
-
-    @staticmethod
-    def forward(problem: Problem, tensors: Tensors) -> Saved: ...
-
-    @staticmethod
-    def backward(
-        problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream
-    ) -> Gradients: ...
-
-
 def _is_causal(problem: Problem) -> bool:
     return problem.options.band is not None
 
 
+def _compact(mask: Tensor) -> Tensor:
+    """The mask with one copy of each expanded axis, so that no conversion multiplies it."""
+    for axis, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            mask = mask.narrow(axis, 0, 1)
+    return mask
+
+
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The mask as values to add, in its own (broadcast) shape."""
+    """The mask as values to add, broadcast as it came."""
     if mask is None:
         return None
+    mask = _compact(mask)
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
     return mask if mask.dtype == dtype else mask.to(dtype)
@@ -45,6 +40,7 @@ def _mark_empty_rows(lse: Tensor, problem: Problem, mask: Tensor | None) -> Tens
     """Set lse to -inf where mask and causal leave a row no key."""
     if mask is None:
         return lse
+    mask = _compact(mask)
     seen = mask if mask.dtype == torch.bool else mask != -torch.inf
     empty = ~seen.any(-1)
     if _is_causal(problem) and mask.shape[3] > 1:
@@ -57,165 +53,139 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-class CpuFlash:
-    @staticmethod
-    def forward(problem: Problem, tensors: Tensors) -> Saved:
-        query, key, value, mask, _ = tensors
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
-            query,
-            key,
-            value,
-            0.0,
-            _is_causal(problem),
-            attn_mask=_additive(mask, query.dtype),
-            scale=problem.options.scale,
-        )
-        if problem.lse or problem.grad:
-            lse = _mark_empty_rows(lse, problem, mask)
-        return Saved(out, lse)
-
-    @staticmethod
-    def backward(problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream) -> Gradients:
-        query, key, value, mask, _ = tensors
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            upstream.out,
-            query,
-            key,
-            value,
-            saved.out,
-            _finite(saved.lse),
-            0.0,
-            _is_causal(problem),
-            attn_mask=_additive(mask, query.dtype),
-            scale=problem.options.scale,
-        )
-        return Gradients(grads[0], grads[1], grads[2], None)
+def cpu_flash(problem: Problem, tensors: Tensors) -> Saved:
+    query, key, value, mask, _ = tensors
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
+        query,
+        key,
+        value,
+        0.0,
+        _is_causal(problem),
+        attn_mask=_additive(mask, query.dtype),
+        scale=problem.options.scale,
+    )
+    if problem.lse or problem.grad:
+        lse = _mark_empty_rows(lse, problem, mask)
+    return Saved(out, lse)
 
 
-class CudaFlash:
-    @staticmethod
-    def forward(problem: Problem, tensors: Tensors) -> Saved:
-        query, key, value, _, _ = tensors
-        result = aten._scaled_dot_product_flash_attention.default(
-            query, key, value, 0.0, _is_causal(problem), False, scale=problem.options.scale
-        )
-        return Saved(result[0], result[1].masked_fill(result[1] == torch.inf, -torch.inf))
-
-    @staticmethod
-    def backward(problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream) -> Gradients:
-        query, key, value, _, _ = tensors
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        grads = aten._scaled_dot_product_flash_attention_backward.default(
-            upstream.out,
-            query,
-            key,
-            value,
-            saved.out,
-            saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf),
-            None,
-            None,
-            problem.query_length,
-            problem.key_length,
-            0.0,
-            _is_causal(problem),
-            state,
-            state[:0],
-            scale=problem.options.scale,
-        )
-        return Gradients(grads[0], grads[1], grads[2], None)
+def cpu_flash_backward(
+    problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream
+) -> Gradients:
+    query, key, value, mask, _ = tensors
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        upstream.out,
+        query,
+        key,
+        value,
+        saved.out,
+        _finite(saved.lse),
+        0.0,
+        _is_causal(problem),
+        attn_mask=_additive(mask, query.dtype),
+        scale=problem.options.scale,
+    )
+    return Gradients(grads[0], grads[1], grads[2], None)
 
 
-class CudaCudnn:
-    @staticmethod
-    def forward(problem: Problem, tensors: Tensors) -> Saved:
-        query, key, value, _, _ = tensors
-        result = aten._scaled_dot_product_cudnn_attention.default(
-            query,
-            key,
-            value,
-            None,
-            True,
-            0.0,
-            _is_causal(problem),
-            False,
-            scale=problem.options.scale,
-        )
-        return Saved(result[0], result[1].reshape(problem.query_shape[:3]))
-
-    @staticmethod
-    def backward(problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream) -> Gradients:
-        query, key, value, _, _ = tensors
-        state = torch.zeros((), dtype=torch.int64, device=query.device)
-        grads = aten._scaled_dot_product_cudnn_attention_backward.default(
-            upstream.out,
-            query,
-            key,
-            value,
-            saved.out,
-            saved.lse[..., None],
-            state,
-            state,
-            None,
-            None,
-            None,
-            problem.query_length,
-            problem.key_length,
-            0.0,
-            _is_causal(problem),
-            scale=problem.options.scale,
-        )
-        return Gradients(grads[0], grads[1], grads[2], None)
+def cuda_flash(problem: Problem, tensors: Tensors) -> Saved:
+    query, key, value, _, _ = tensors
+    result = aten._scaled_dot_product_flash_attention.default(
+        query, key, value, 0.0, _is_causal(problem), False, scale=problem.options.scale
+    )
+    return Saved(result[0], result[1].masked_fill(result[1] == torch.inf, -torch.inf))
 
 
-class CudaEfficient:
-    @staticmethod
-    def forward(problem: Problem, tensors: Tensors) -> Saved:
-        query, key, value, mask, _ = tensors
-        out, lse, _, _ = aten._scaled_dot_product_efficient_attention.default(
-            query,
-            key,
-            value,
-            _efficient_bias(problem, mask),
-            True,
-            0.0,
-            _is_causal(problem),
-            scale=problem.options.scale,
-        )
-        lse = lse[..., : problem.query_length]
-        return Saved(out, _mark_empty_rows(lse, problem, mask))
+def cuda_flash_backward(
+    problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream
+) -> Gradients:
+    query, key, value, _, _ = tensors
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    grads = aten._scaled_dot_product_flash_attention_backward.default(
+        upstream.out,
+        query,
+        key,
+        value,
+        saved.out,
+        saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf),
+        None,
+        None,
+        problem.query_length,
+        problem.key_length,
+        0.0,
+        _is_causal(problem),
+        state,
+        state[:0],
+        scale=problem.options.scale,
+    )
+    return Gradients(grads[0], grads[1], grads[2], None)
 
-    @staticmethod
-    def backward(problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream) -> Gradients:
-        query, key, value, mask, _ = tensors
-        rows = problem.query_length
-        lse = query.new_full(
-            (*problem.query_shape[:2], -(-rows // 32) * 32), torch.inf, dtype=torch.float32
-        )
-        lse[..., :rows] = _finite(saved.lse)
-        state = torch.zeros((), dtype=torch.int64, device=query.device)
-        grads = aten._scaled_dot_product_efficient_attention_backward.default(
-            upstream.out,
-            query,
-            key,
-            value,
-            _efficient_bias(problem, mask),
-            saved.out.transpose(1, 2).contiguous().transpose(1, 2),  # it reads [B, S, H, D] only
-            lse,
-            state,
-            state,
-            0.0,
-            [True, True, True, False],
-            _is_causal(problem),
-            scale=problem.options.scale,
-        )
-        return Gradients(grads[0], grads[1], grads[2], None)
+
+def cuda_cudnn(problem: Problem, tensors: Tensors) -> Saved:
+    query, key, value, _, _ = tensors
+    result = aten._scaled_dot_product_cudnn_attention.default(
+        query,
+        key,
+        value,
+        None,
+        True,
+        0.0,
+        _is_causal(problem),
+        False,
+        scale=problem.options.scale,
+    )
+    return Saved(result[0], result[1].reshape(problem.query_shape[:3]))
+
+
+def cuda_efficient(problem: Problem, tensors: Tensors) -> Saved:
+    query, key, value, mask, _ = tensors
+    out, lse, _, _ = aten._scaled_dot_product_efficient_attention.default(
+        query,
+        key,
+        value,
+        _efficient_bias(problem, mask),
+        True,
+        0.0,
+        _is_causal(problem),
+        scale=problem.options.scale,
+    )
+    lse = lse[..., : problem.query_length]
+    return Saved(out, _mark_empty_rows(lse, problem, mask))
+
+
+def cuda_efficient_backward(
+    problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream
+) -> Gradients:
+    query, key, value, mask, _ = tensors
+    rows = problem.query_length
+    lse = query.new_full(
+        (*problem.query_shape[:2], -(-rows // 32) * 32), torch.inf, dtype=torch.float32
+    )
+    lse[..., :rows] = _finite(saved.lse)
+    state = torch.zeros((), dtype=torch.int64, device=query.device)
+    grads = aten._scaled_dot_product_efficient_attention_backward.default(
+        upstream.out,
+        query,
+        key,
+        value,
+        _efficient_bias(problem, mask),
+        saved.out.transpose(1, 2).contiguous().transpose(1, 2),  # it reads [B, S, H, D] only
+        lse,
+        state,
+        state,
+        0.0,
+        [True, True, True, False],
+        _is_causal(problem),
+        scale=problem.options.scale,
+    )
+    return Gradients(grads[0], grads[1], grads[2], None)
 
 
 def _efficient_bias(problem: Problem, mask: Tensor | None) -> Tensor | None:
     """The mask as the kernel takes it: full shape by stride 0, rows on 16-byte boundaries."""
     if mask is None:
         return None
-    keys = problem.key_length
+    mask, keys = _compact(mask), problem.key_length
     multiple = 16 // problem.dtype.itemsize
     aligned = all(s % multiple == 0 for s in mask.stride()[:3]) and mask.data_ptr() % 16 == 0
     if mask.dtype != problem.dtype or mask.stride(3) != 1 or not aligned:
@@ -231,17 +201,25 @@ def _efficient_bias(problem: Problem, mask: Tensor | None) -> Tensor | None:
     return mask.expand(*problem.query_shape[:3], keys)
 
 
-class Mps:
-    @staticmethod
-    def forward(problem: Problem, tensors: Tensors) -> Saved:
-        query, key, value, mask, _ = tensors
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(query.dtype)
-        out, _ = aten._scaled_dot_product_attention_math_for_mps.default(
-            query, key, value, mask, 0.0, _is_causal(problem), scale=problem.options.scale
-        )
-        return Saved(out, out.new_empty(0, dtype=torch.float32))
+def mps(problem: Problem, tensors: Tensors) -> Saved:
+    query, key, value, mask, _ = tensors
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
+    out, _ = aten._scaled_dot_product_attention_math_for_mps.default(
+        query, key, value, mask, 0.0, _is_causal(problem), scale=problem.options.scale
+    )
+    return Saved(out, out.new_empty(0, dtype=torch.float32))
 
-    @staticmethod
-    def backward(problem: Problem, tensors: Tensors, saved: Saved, upstream: Upstream) -> Gradients:
-        raise AssertionError("torch has no fused backward on MPS; its capability says so")
+
+FORWARD = {
+    "cpu-flash": cpu_flash,
+    "cudnn": cuda_cudnn,
+    "flash": cuda_flash,
+    "efficient": cuda_efficient,
+    "mps": mps,
+}
+BACKWARD = {
+    "cpu-flash": cpu_flash_backward,
+    "flash": cuda_flash_backward,
+    "efficient": cuda_efficient_backward,
+}
