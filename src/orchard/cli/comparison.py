@@ -140,14 +140,15 @@ class Report:
 class Comparison:
     """Two runs from the same weights on the same batches."""
 
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self.device, self.seed = device, seed
+    def __init__(self, device: torch.device, steps: int, seed: int) -> None:
+        self.device, self.steps, self.seed = device, steps, seed
         self.text = Text(corpus.text())
         self.shape = Shape(len(self.text.alphabet))
         torch.manual_seed(seed)
         model = MiniGPT(self.shape).to(device)
         self.runs = Pair(
-            Run(orchard.enabled, Trainer(copy.deepcopy(model))), Run(nullcontext, Trainer(model))
+            Run(orchard.enabled, Trainer(copy.deepcopy(model), steps)),
+            Run(nullcontext, Trainer(copy.deepcopy(model), steps)),
         )
         self.held_out = torch.cat(list(batches(self.text.held_out, self.shape, 2, seed)))
         self.held_out = self.held_out.to(device)
@@ -161,20 +162,20 @@ class Comparison:
             "held_out_characters": len(self.text.held_out),
         }
 
-    def measure(self, steps: int) -> Report:
-        """Train for so many steps, and everything that is reported of it."""
+    def measure(self) -> Report:
+        """Train, and everything that is reported of it."""
         started = time.perf_counter()
         runs, batch = self.runs, self.held_out[: self.shape.batch]
         memory = Pair(*(_peak(run, batch) for run in runs))
         plan = explain_training(runs.orchard.trainer.model, batch)
         orchard.stats(reset=True)
-        marks = self.race(steps)
+        marks = self.race()
         stats, advice = orchard.stats(), orchard.advice()
         deviations, served_by = exactness(runs.orchard.trainer.model, batch)
         return Report(
             machine=machine(self.device),
             model=self.describe_model(),
-            steps=steps,
+            steps=self.steps,
             seed=self.seed,
             losses=marks,
             exactness=deviations,
@@ -198,15 +199,13 @@ class Comparison:
             seconds=time.perf_counter() - started,
         )
 
-    def race(self, steps: int) -> list[Mark]:
+    def race(self) -> list[Mark]:
         """Train both in turn, step by step on the same batches; their losses on the way."""
         marks = [Mark(0, None, self._evaluate())]
-        at = {round(n * steps / MARKS) for n in range(1, MARKS + 1)}
-        with progress("training", steps) as advance:
-            for step, batch in enumerate(
-                batches(self.text.training, self.shape, steps, self.seed), 1
-            ):
-                batch = batch.to(self.device)
+        at = {round(n * self.steps / MARKS) for n in range(1, MARKS + 1)}
+        fed = batches(self.text.training, self.shape, self.steps, self.seed)
+        with progress("training", self.steps) as advance:
+            for step, batch in enumerate((batch.to(self.device) for batch in fed), 1):
                 train = Pair(*(run.train(batch) for run in self.runs))
                 if step in at:
                     marks.append(Mark(step, train, self._evaluate()))
@@ -226,7 +225,7 @@ class Comparison:
 
 def _peak(run: Run, batch: Tensor) -> int | None:
     """Peak memory of the second step of a copy, which is thrown away; the first warms up."""
-    trainer = Trainer(copy.deepcopy(run.trainer.model))
+    trainer = Trainer(copy.deepcopy(run.trainer.model), steps=2)
     with run.route():
         trainer.step(batch)
         return peak_memory(lambda: trainer.step(batch), batch.device)

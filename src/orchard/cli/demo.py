@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
         return _refuse(f"torch {torch.__version__} sees no {kind} device here")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         return _refuse(f"there is no folder {args.json.parent} for --json")
-    comparison = Comparison(torch.device(kind), args.seed)
+    comparison = Comparison(torch.device(kind), args.steps, args.seed)
     _show_heading(comparison)
-    report = comparison.measure(args.steps)
+    report = comparison.measure()
     show(report)
     if args.json is not None:
         content = asdict(report) | {"passed": report.passed}

@@ -27,14 +27,23 @@ class Shape:
     batch: int = 16
 
 
-def rotate(x: Tensor) -> Tensor:
-    """Turn pairs of the elements of x, [B, S, H, D], by angles that grow with the position."""
-    half = x.shape[-1] // 2
-    rates = 1000.0 ** -torch.linspace(0, 1, half, dtype=x.dtype, device=x.device)
-    angles = torch.arange(x.shape[1], device=x.device)[:, None, None] * rates  # [S, 1, D / 2]
-    sine, cosine = angles.sin(), angles.cos()
-    one, other = x[..., :half], x[..., half:]
-    return torch.cat([one * cosine - other * sine, one * sine + other * cosine], dim=-1)
+class Rotation(nn.Module):
+    """Turns pairs of the elements of [B, S, H, D] by angles that grow with the position."""
+
+    sine: Tensor  # [context, 1, D / 2]
+    cosine: Tensor
+
+    def __init__(self, context: int, dim: int) -> None:
+        super().__init__()
+        rates = 1000.0 ** -torch.linspace(0, 1, dim // 2)
+        angles = torch.arange(context)[:, None, None] * rates
+        self.register_buffer("sine", angles.sin())
+        self.register_buffer("cosine", angles.cos())
+
+    def forward(self, x: Tensor) -> Tensor:
+        sine, cosine = self.sine[: x.shape[1]], self.cosine[: x.shape[1]]
+        one, other = x.chunk(2, dim=-1)
+        return torch.cat([one * cosine - other * sine, one * sine + other * cosine], dim=-1)
 
 
 class Attention(nn.Module):
@@ -44,13 +53,14 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = shape.heads
         self.dropout = shape.dropout
+        self.rotation = Rotation(shape.context, shape.width // shape.heads)
         self.packed = nn.Linear(shape.width, 3 * shape.width, bias=False)
         self.output = nn.Linear(shape.width, shape.width, bias=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value as [B, H, S, D] views of what is [B, S, H, D] in memory."""
         query, key, value = self.packed(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        query, key = rotate(query), rotate(key)
+        query, key = self.rotation(query), self.rotation(key)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:

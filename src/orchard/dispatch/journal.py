@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,8 +26,11 @@ class Journal:
     """Counters for the process. Safe to use from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._renew_lock()
         self._clear()
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.Lock()
 
     def _clear(self) -> None:
         self._served: Counter[Tally] = Counter()
@@ -121,3 +125,5 @@ def _calls(n: int) -> str:
 
 
 journal = Journal()
+if hasattr(os, "register_at_fork"):  # another thread may hold the lock while this one forks
+    os.register_at_fork(after_in_child=journal._renew_lock)

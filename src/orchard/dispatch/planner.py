@@ -59,9 +59,19 @@ class Plan:
         return next((r.reasons for r in self.rejected if r.backend == backend), ())
 
     def __str__(self) -> str:
+        text = f"{self._head}\n{describe_problem(self.problem)}\n\n{self._table}"
+        if self.backward is not None:
+            text += f"\n\n{self.backward._head}\n\n{self.backward._table}"
+        return text
+
+    @property
+    def _head(self) -> str:
         p = self.problem
         served = f"{self.backend} ({self.kernel})" if self.backend else "nobody"
-        head = f"{p.stage.replace('_', ' ')} on {p.device.type}: served by {served}"
+        return f"{p.stage.replace('_', ' ')} on {p.device.type}: served by {served}"
+
+    @property
+    def _table(self) -> str:
         rows = [[self.backend, "chosen", self.kernel, ""]] if self.backend else []
         for rejection in self.rejected:
             for n, reason in enumerate(rejection.reasons):
@@ -69,13 +79,7 @@ class Plan:
                 if reason.code == "order":
                     verdict = "after"
                 rows.append([name, verdict, reason.sentence, reason.fix])
-        parts = [
-            f"{head}\n{describe_problem(p)}\n",
-            table(["backend", "", "why", "what would change it"], rows),
-        ]
-        if self.backward is not None:
-            parts.append(f"\n{self.backward}")
-        return "\n".join(parts)
+        return table(["backend", "", "why", "what would change it"], rows)
 
 
 def describe_problem(p: Problem) -> str:
@@ -226,14 +230,19 @@ _planner_lock = threading.Lock()
 
 def planner() -> Planner:
     """The process's planner, made at the first call."""
-    return _planner if _planner is not None else reset()
+    return _planner if _planner is not None else _make_planner(anew=False)
 
 
 def reset() -> Planner:
     """A fresh planner: settings read again, plans, probes and quarantine forgotten."""
+    return _make_planner(anew=True)
+
+
+def _make_planner(*, anew: bool) -> Planner:
     global _planner
     from orchard.backends import load
 
     with _planner_lock:
-        _planner = Planner(load(), settings.reload(), journal)
+        if _planner is None or anew:
+            _planner = Planner(load(), settings.reload(), journal)
         return _planner

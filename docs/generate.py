@@ -1,0 +1,112 @@
+"""Write the generated parts of README.md and docs/: what stands between their markers."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from orchard.backends import load
+from orchard.dispatch.backend import ANY_DEVICE, Backend, Capability, dtype_name
+
+ROOT = Path(__file__).parent.parent
+COLUMNS = (
+    "backend / kernel",
+    "device",
+    "dtypes",
+    "stages",
+    "head dimension",
+    "Dv != D",
+    "grouped",
+    "masks",
+    "mask gradient",
+    "causal and window",
+    "softcap",
+    "dropout",
+    "lse / its gradient",
+    "last stride != 1",
+    "size 0",
+    "deterministic",
+)
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+
+
+def yes(flag: bool) -> str:
+    return "yes" if flag else "-"
+
+
+def row(backend: Backend, c: Capability) -> tuple[str, ...]:
+    dims = "any" if c.max_head_dim is None else f"to {c.max_head_dim}"
+    if c.head_dim_multiple > 1:
+        dims += f", multiple of {c.head_dim_multiple}"
+    return (
+        f"`{backend.name}` / {c.kernel}",
+        "any" if c.devices == ANY_DEVICE else ", ".join(c.devices),
+        ", ".join(SHORT[dtype_name(dtype)] for dtype in c.dtypes),
+        ", ".join(stage.replace("_", " ") for stage in c.stages),
+        dims,
+        yes(c.other_value_dim),
+        yes(c.grouped_heads),
+        ", ".join(c.masks) or "-",
+        yes(c.mask_grad),
+        ", ".join(band.replace("_", "-") for band in c.bands),
+        yes(c.softcap),
+        yes(c.dropout),
+        f"{yes(c.lse)} / {yes(c.lse_grad)}",
+        yes(c.strided_last_axis),
+        yes(c.zero_sizes),
+        yes(c.deterministic),
+    )
+
+
+def capability_table(columns: tuple[int, ...] = tuple(range(len(COLUMNS)))) -> str:
+    lines = [
+        "| " + " | ".join(COLUMNS[i] for i in columns) + " |",
+        "|" + "---|" * len(columns),
+    ]
+    for backend in load():
+        for capability in backend.capabilities:
+            cells = row(backend, capability)
+            lines.append("| " + " | ".join(cells[i] for i in columns) + " |")
+    return "\n".join(lines)
+
+
+def reason_table() -> str:
+    """Every reason code that capabilities give, read from a kernel that serves nothing."""
+    source = (ROOT / "src/orchard/dispatch/backend.py").read_text()
+    codes = re.findall(r'^            "([a-z_]+)",$', source, re.MULTILINE)
+    codes += re.findall(r'need\([^"]+, "([a-z_]+)"', source)
+    return ", ".join(f"`{code}`" for code in sorted(set(codes)))
+
+
+GENERATED = {
+    "capabilities": lambda: capability_table((0, 1, 2, 3, 7, 9, 11, 13)),
+    "capabilities-full": capability_table,
+    "reason-codes": reason_table,
+}
+
+
+def filled(text: str) -> str:
+    """The text with every generated part written again."""
+    for name, make in GENERATED.items():
+        pattern = rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)"
+        text = re.sub(pattern, lambda m, make=make: f"{m[1]}{make()}\n{m[2]}", text, flags=re.S)
+    return text
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def main() -> int:
+    """Write every page; with --check, only say which are out of date."""
+    stale = [page for page in pages() if filled(page.read_text()) != page.read_text()]
+    for page in stale:
+        if "--check" not in sys.argv:
+            page.write_text(filled(page.read_text()))
+        print(f"{'stale' if '--check' in sys.argv else 'written'}: {page.relative_to(ROOT)}")
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
