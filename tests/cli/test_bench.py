@@ -95,6 +95,7 @@ def test_a_stored_row_names_its_machine(tmp_path: Path) -> None:
     assert facts["gpu"] is None
     assert facts["threads"] == torch.get_num_threads()
     assert facts["cores"] >= 1
+    assert facts["load"] >= 0
     assert (facts["torch"], facts["orchard"]) == (torch.__version__, orchard.__version__)
     assert datetime.fromisoformat(facts["date"]).utcoffset() == timedelta(0)
 

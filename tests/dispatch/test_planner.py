@@ -172,23 +172,31 @@ def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_that_race_share_one_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads at their first call get the same planner, so that quarantine is not lost."""
     entered, waiting = threading.Event(), threading.Event()
-    load = backends.load
+    load, lock = backends.load, threading.Lock()
+
+    class Watched:
+        """A lock that tells when somebody has to wait for it."""
+
+        def __enter__(self) -> None:
+            if not lock.acquire(blocking=False):
+                waiting.set()
+                lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
 
     def slow_load() -> tuple[Any, ...]:
         entered.set()
         assert waiting.wait(30)
         return load()
 
-    def late() -> Planner:
-        waiting.set()
-        return plans.planner()
-
     monkeypatch.setattr(plans, "_planner", None)
+    monkeypatch.setattr(plans, "_planner_lock", Watched())
     monkeypatch.setattr(backends, "load", slow_load)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(plans.planner)
         assert entered.wait(30)
-        second = pool.submit(late)
+        second = pool.submit(plans.planner)
     assert first.result() is second.result()
 
 

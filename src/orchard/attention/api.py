@@ -110,7 +110,7 @@ def attention(
     mask_grad = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     grad = mask_grad or _wants_grad(query, key, value)
     out, lse = forward_op(
-        query, key, value, mask, seed, *settings, bool(return_lse), grad, mask_grad
+        query, key, value, mask, seed, *settings, bool(return_lse), grad, mask_grad, grad=grad
     )
     if layout == "bshd" and squeeze < 2:
         out = out.transpose(1, 2)

@@ -230,39 +230,42 @@ class _AttentionBackward(torch.autograd.Function):
         return (*by_upstream, *by_tensors, *(None,) * 11)
 
 
-def forward_op(*args: Any) -> tuple[Tensor, Tensor]:
-    """The forward operator, on a graph where gradients are wanted.
-
-    Eager calls skip the dispatcher's autograd layer, which would only call this again.
-    """
-    if torch.compiler.is_compiling():
-        return _forward_op(*args)  # type: ignore[no-any-return]
-    return _forward_autograd(*args)
-
-
-def backward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if torch.compiler.is_compiling():
-        return _backward_op(*args)  # type: ignore[no-any-return]
-    return _backward_autograd(*args)
-
-
-def _forward_autograd(*args: Any) -> tuple[Tensor, Tensor]:
-    if _needs_graph(args[:4]):
+def _forward_below(args: tuple[Any, ...], grad: bool) -> tuple[Tensor, Tensor]:
+    """The forward operator below autograd, on a graph if gradients are wanted."""
+    if grad:
         return _Attention.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(*args)  # type: ignore[no-any-return]
 
 
-def _backward_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward_below(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if _needs_graph(args[:6]):
         return _AttentionBackward.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _backward_op(*args)  # type: ignore[no-any-return]
 
 
+def forward_op(*args: Any, grad: bool) -> tuple[Tensor, Tensor]:
+    """The forward operator. Eager calls skip the dispatcher's autograd layer, for speed."""
+    if torch.compiler.is_compiling():
+        return _forward_op(*args)  # type: ignore[no-any-return]
+    return _forward_below(args, grad)
+
+
+def backward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The backward operator, likewise."""
+    if torch.compiler.is_compiling():
+        return _backward_op(*args)  # type: ignore[no-any-return]
+    return _backward_below(*args)
+
+
+def _forward_autograd(*args: Any) -> tuple[Tensor, Tensor]:
+    return _forward_below(args, _needs_graph(args[:4]))
+
+
 _library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 _library.impl("attention_forward", _forward_autograd, "Autograd")
-_library.impl("attention_backward", _backward_autograd, "Autograd")
+_library.impl("attention_backward", _backward_below, "Autograd")
 torch.library.register_fake("orchard::attention_forward", _forward_fake, lib=_library)
 torch.library.register_fake("orchard::attention_backward", _backward_fake, lib=_library)

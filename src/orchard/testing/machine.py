@@ -14,7 +14,7 @@ import torch
 import orchard
 
 
-def machine(device: torch.device) -> dict[str, str | int | None]:
+def machine(device: torch.device) -> dict[str, str | int | float | None]:
     """What has to be known to read a number that was measured on `device` just now."""
     return {
         "device": device.type,
@@ -23,6 +23,7 @@ def machine(device: torch.device) -> dict[str, str | int | None]:
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "orchard": orchard.__version__,
