@@ -210,13 +210,46 @@ def test_export() -> None:
     assert torch.equal(program.module()(query, key), Model()(query, key))
 
 
-def test_function_transforms() -> None:
-    """torch.func.grad and vmap go through the operators."""
-    query = torch.randn(3, 2, 5, 8, dtype=torch.float64)
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "grad": lambda f, x: torch.func.grad(lambda q: f(q).square().sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](x.sin())[0],
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.sin(),))[1],
+    "grad of grad": lambda f, x: torch.func.grad(
+        lambda p: torch.func.grad(lambda q: f(q).square().sum())(p).sin().sum()
+    )(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, x.cos()])),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda q: f(q).square().sum()))(
+        torch.stack([x, x.cos()])
+    ),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+}
 
-    def loss(q: Tensor) -> Tensor:
-        return orchard.attention(q, q, q, causal=True).square().sum()
 
-    leaf = query.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(loss(leaf), leaf)
-    assert torch.equal(torch.func.grad(loss)(query), expected)
+@pytest.mark.grad
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_function_transforms(name: str) -> None:
+    """torch.func's transforms of a call are those of the definition."""
+    x = torch.randn(1, 2, 3, 4, dtype=torch.float64)
+
+    def textbook(q: Tensor) -> Tensor:
+        seen = torch.ones(3, 3, dtype=torch.bool).tril()
+        return torch.softmax((q @ q.mT / 2).masked_fill(~seen, -torch.inf), -1) @ q
+
+    got = TRANSFORMS[name](lambda q: orchard.attention(q, q, q, causal=True), x)
+    torch.testing.assert_close(got, TRANSFORMS[name](textbook, x), atol=1e-10, rtol=0)
+
+
+@pytest.mark.grad
+def test_forward_mode() -> None:
+    """The tangent of a dual tensor comes out in the operands' dtype, never silently dropped."""
+    query, tangent = torch.randn(2, 1, 2, 5, 8, dtype=torch.float64)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(query, tangent)
+        out = orchard.attention(dual, query, query)
+        found = torch.autograd.forward_ad.unpack_dual(out).tangent
+        low = orchard.attention(*(t.bfloat16() for t in (dual, query, query)))
+        textbook = torch.softmax(dual @ query.mT / 8**0.5, -1) @ query
+        expected = torch.autograd.forward_ad.unpack_dual(textbook).tangent
+        assert torch.autograd.forward_ad.unpack_dual(low).tangent.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)

@@ -7,10 +7,12 @@ from typing import Literal, overload
 
 import torch
 from torch import Generator, Tensor
+from torch.autograd import forward_ad
 
 from orchard.attention.dropout import draw_seed
 from orchard.attention.ops import Settings, forward_op
 from orchard.attention.problem import Tensors, describe, drop_threshold
+from orchard.attention.reference import define
 from orchard.dispatch.planner import AUTO, Plan, planner
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 
@@ -109,14 +111,17 @@ def attention(
         seed = draw_seed(query.device, generator)
     mask_grad = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     grad = mask_grad or _wants_grad(query, key, value)
-    out, lse = forward_op(
-        query, key, value, mask, seed, *settings, bool(return_lse), grad, mask_grad, grad=grad
-    )
+    if forward_ad._current_level >= 0:  # tangents pass through plain torch operations only
+        operands = Tensors(query, key, value, mask, seed)
+        out, lse = define(operands, settings.options(query, key))
+    else:
+        out, lse = forward_op(
+            query, key, value, mask, seed, *settings, bool(return_lse), grad, mask_grad, grad=grad
+        )
     if layout == "bshd" and squeeze < 2:
         out = out.transpose(1, 2)
-    if squeeze:
-        out, lse = (out[0], lse[0]) if squeeze == 1 else (out[0, 0], lse[0, 0])
-    return (out, lse) if return_lse else out
+    first = (0,) * squeeze
+    return (out[first], lse[first]) if return_lse else out[first]
 
 
 def explain(
@@ -190,7 +195,7 @@ def _check(
         names = ", ".join(repr(name) for name in planner().backends)
         raise ArgumentValueError(f"backend is {backend!r}; it must be 'auto' or one of {names}")
 
-    if torch.is_autocast_enabled(query.device.type):
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         query, key, value, mask = _autocast(query, key, value, mask)
     if query.dtype not in _DTYPES:
         raise ArgumentTypeError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from orchard.attention.api import attention
@@ -12,8 +14,9 @@ from orchard.attention.problem import is_traced
 from orchard.dispatch.backend import Reason
 from orchard.dispatch.journal import journal
 
-_torch_sdpa = torch.ops.aten.scaled_dot_product_attention.default
+_operator = torch.ops.aten.scaled_dot_product_attention.default
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+routed = False  # torch's function comes back to Orchard, which then counts what stays with torch
 
 
 def scaled_dot_product_attention(
@@ -32,21 +35,17 @@ def scaled_dot_product_attention(
     counted in `orchard.stats()`.
     """
     reason = why_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if reason is not None:
-        if not torch.compiler.is_compiling():
-            journal.delegated(reason)
-        return _torch_sdpa(  # type: ignore[no-any-return]
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
+    if reason is None:
+        return attention(
+            query, key, value, mask=attn_mask, causal=is_causal, scale=scale, dropout_p=dropout_p
         )
-    return attention(
-        query, key, value, mask=attn_mask, causal=is_causal, scale=scale, dropout_p=dropout_p
+    theirs: Any = _operator
+    if not torch.compiler.is_compiling():
+        theirs = F.scaled_dot_product_attention
+        if not routed:
+            journal.delegated(reason)
+    return theirs(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
@@ -61,6 +60,9 @@ def why_torch(
     enable_gqa: bool,
 ) -> Reason | None:
     """Why a call stays with torch; None where Orchard computes the same."""
+    flags = isinstance(is_causal, bool) and isinstance(enable_gqa, bool)
+    if not flags or not _is_number(dropout_p) or not (scale is None or _is_number(scale)):
+        return Reason("argument", "an argument is of another type than torch documents")
     tensors = [query, key, value] + ([] if attn_mask is None else [attn_mask])
     if not all(_is_plain(tensor) for tensor in tensors):
         return Reason("tensor", "an operand is not a plain dense tensor")
@@ -76,11 +78,13 @@ def why_torch(
         return Reason("shape", "the shapes need broadcasting or do not fit")
     if heads != _heads(key) and not (enable_gqa and _heads(key) and heads % _heads(key) == 0):
         return Reason("heads", "the head counts differ and are not grouped")
+    if enable_gqa and query.ndim == 2:
+        return Reason("heads", "operands without a head axis cannot be grouped")
     if attn_mask is not None:
         if is_causal:
             return Reason("mask_with_causal", "torch decides what a mask together with causal is")
         full = (*query.shape[:-1], key.shape[-2])
-        fits = attn_mask.ndim <= query.ndim and all(
+        fits = 2 <= attn_mask.ndim <= query.ndim and all(
             have in (1, want)
             for have, want in zip(reversed(attn_mask.shape), reversed(full), strict=False)
         )
@@ -88,9 +92,13 @@ def why_torch(
             return Reason("mask", "the mask's shape or dtype does not fit")
     if not 0.0 <= dropout_p < 1.0:
         return Reason("dropout_p", "dropout_p is outside [0, 1)")
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not -math.inf < scale < math.inf:
         return Reason("scale", "scale is not finite")
     return None
+
+
+def _is_number(thing: object) -> bool:
+    return isinstance(thing, float | int | torch.SymFloat) and not isinstance(thing, bool)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -163,6 +163,8 @@ def _needs_graph(args: tuple[Any, ...]) -> bool:
 class _Attention(torch.autograd.Function):
     """The forward operator with its gradient."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
@@ -192,6 +194,8 @@ class _Attention(torch.autograd.Function):
 class _AttentionBackward(torch.autograd.Function):
     """The backward operator with its own gradient, for create_graph=True."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
@@ -210,7 +214,8 @@ class _AttentionBackward(torch.autograd.Function):
         upstream = Upstream(grad_out, grad_lse)
         directions = Gradients(grads[0], grads[1], grads[2], grads[3] if ctx.mask_grad else None)
         options = ctx.settings.options(query, key)
-        if is_traced(query):  # the definition is traced; there is nothing to plan with
+        if is_traced(query) or torch._C._are_functorch_transforms_active():
+            # Stand-ins without data: the definition is traced, there is nothing to plan with.
             by_upstream, by_tensors = double_backward(tensors, options, upstream, directions)
             return (*by_upstream, *by_tensors, *(None,) * 11)
         problem = describe(

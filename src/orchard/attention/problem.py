@@ -122,6 +122,15 @@ class Problem(NamedTuple):
         return self.value_shape[3]
 
     @property
+    def operands(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Shape and strides of each operand by its name."""
+        return {
+            "query": (self.query_shape, self.query_strides),
+            "key": (self.key_shape, self.key_strides),
+            "value": (self.value_shape, self.value_strides),
+        }
+
+    @property
     def band_kind(self) -> Literal["none", "causal", "bottom_right", "window"]:
         """The band by the name its users know it under."""
         band = self.options.band

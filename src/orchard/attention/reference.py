@@ -106,6 +106,14 @@ def attend(tensors: Tensors, options: Options, origin: Origin | None = None) -> 
     return Saved(out.masked_fill(rows.empty, 0.0), rows.lse)
 
 
+def define(tensors: Tensors, options: Options) -> Saved:
+    """`attend` in the accumulation dtype, out in the operands': all of the call, in one piece."""
+    wide = accumulation_dtype(tensors.query.dtype)
+    query, key, value = (t.to(wide) for t in tensors[:3])
+    out, lse = attend(tensors._replace(query=query, key=key, value=value), options)
+    return Saved(out.to(tensors.query.dtype), lse)
+
+
 def gradients(
     tensors: Tensors, options: Options, upstream: Upstream, origin: Origin | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

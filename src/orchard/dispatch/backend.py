@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from orchard.attention.problem import (
     Gradients,
@@ -19,7 +20,7 @@ from orchard.attention.problem import (
     default_scale,
     describe,
 )
-from orchard.attention.reference import attend
+from orchard.attention.reference import attend, gradients
 from orchard.text import one_line
 
 ANY_DEVICE = ("*",)
@@ -92,7 +93,8 @@ class Capability:
         need(
             p.head_dim % multiple == 0 and p.value_dim % multiple == 0,
             "head_dim_multiple",
-            f"head dimension is not a multiple of {multiple}",
+            f"head dimension {p.head_dim if p.head_dim % multiple else p.value_dim} is not a "
+            f"multiple of {multiple}",
             "pad it",
         )
         need(
@@ -145,12 +147,14 @@ class Capability:
             "takes no gradient through lse",
             "detach lse",
         )
-        sizes = (*p.query_shape, *p.key_shape, *p.value_shape)
-        need(self.zero_sizes or 0 not in sizes, "zero_size", "an axis has size 0")
+        operands = p.operands
+        none = [name for name, (shape, _) in operands.items() if 0 in shape]
+        need(self.zero_sizes or not none, "zero_size", f"an axis of {_join(none)} has size 0")
+        strided = [name for name, (shape, s) in operands.items() if shape[3] > 1 and s[3] != 1]
         need(
-            self.strided_last_axis or unit_last_strides(p),
+            self.strided_last_axis or not strided,
             "last_stride",
-            "the last axis of query, key or value does not have stride 1",
+            f"the last axis of {_join(strided)} does not have stride 1",
             "make that axis contiguous",
         )
         need(
@@ -180,13 +184,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def unit_last_strides(problem: Problem) -> bool:
-    operands = (
-        (problem.query_shape, problem.query_strides),
-        (problem.key_shape, problem.key_strides),
-        (problem.value_shape, problem.value_strides),
-    )
-    return all(shape[3] <= 1 or strides[3] == 1 for shape, strides in operands)
+def _join(names: list[str]) -> str:
+    return " and ".join(names)
 
 
 def rows_aligned(problem: Problem) -> bool:
@@ -257,29 +256,37 @@ class Backend(ABC):
         return self._probed[key]
 
     def probe(self, capability: Capability, device: torch.device) -> Reason | None:
-        """Run a tiny case and check its values."""
-        shape = (1, 2, 8, 64)
-        dtype = capability.dtypes[0]
+        """Run a tiny case, backward too where there is one, and check its values."""
+        source = torch.Generator().manual_seed(0)
+        exact = Tensors(
+            *(torch.randn(1, 2, 8, 64, dtype=torch.float64, generator=source) for _ in range(3))
+        )
+        options = Options(default_scale(64))
+        expected = attend(exact, options)
+        upstream = torch.randn(1, 2, 8, 64, dtype=torch.float64, generator=source)
         try:
-            ramp = torch.linspace(-1, 1, 3 * 1024, dtype=torch.float64).reshape(3, *shape)
-            exact = Tensors(ramp[0], ramp[1].flip(2), ramp[2].cos())
-            options = Options(default_scale(shape[3]))
-            expected = attend(exact, options)
-            tensors = Tensors(*(t.to(device, dtype) for t in exact[:3]))
+            tensors = Tensors(*(t.to(device, capability.dtypes[0]) for t in exact[:3]))
             problem = describe(tensors, options, lse=capability.lse)
             saved = self.forward(problem, capability.kernel, tensors)
-            wrong = not torch.allclose(saved.out.double().cpu(), expected.out, atol=0.05)
+            wrong = not _near(saved.out, expected.out)
+            if capability.lse:
+                wrong = wrong or not _near(saved.lse, expected.lse)
             if "backward" in capability.stages:
-                grads = self.backward(
-                    describe(tensors, options, stage="backward", grad_out=saved.out, grad=True),
-                    capability.kernel,
-                    tensors,
-                    saved,
-                    Upstream(torch.zeros_like(saved.out), None),
+                grad_out = upstream.to(tensors.query)
+                problem = describe(tensors, options, stage="backward", grad_out=grad_out, grad=True)
+                found = self.backward(
+                    problem, capability.kernel, tensors, saved, Upstream(grad_out, None)
                 )
-                wrong = wrong or bool(grads.query.count_nonzero())
+                known = gradients(exact, options, Upstream(upstream, None))
+                wrong = wrong or not all(map(_near, found[:3], known[:3]))
         except Exception as error:  # the probe exists to turn any failure into a reason
             return Reason("unavailable", f"its probe failed: {one_line(error)}")
         if wrong:
             return Reason("unavailable", "its probe computed wrong values")
         return None
+
+
+def _near(actual: Tensor, expected: Tensor) -> bool:
+    """Whether a probe's values are those, allowing for any dtype's precision."""
+    limit = 0.05 * float(expected.abs().max())
+    return torch.allclose(actual.double().cpu(), expected, rtol=0.0, atol=limit)

@@ -115,7 +115,8 @@ def advise(stats: dict[str, Any]) -> list[str]:
             f"{_calls(fallback['calls'])} ({fallback['stage']}) passed {fallback['backend']} by: "
             f"{fallback['reason']}.{fix}"
         )
-    for sentence, n in stats["torch_sdpa"]["delegated"].items():
+    delegated = stats["torch_sdpa"]["delegated"]
+    for sentence, n in sorted(delegated.items(), key=lambda entry: -int(entry[1])):
         lines.append(f"{_calls(n)} of torch's attention stayed with torch: {sentence}.")
     return lines
 

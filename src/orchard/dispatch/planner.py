@@ -13,7 +13,13 @@ from orchard.attention.problem import Problem
 from orchard.dispatch import settings
 from orchard.dispatch.backend import Backend, Capability, Reason, dtype_name
 from orchard.dispatch.journal import Journal, Tally, journal
-from orchard.errors import ArgumentValueError, FallbackWarning, NotServedError, OrchardError
+from orchard.errors import (
+    ArgumentValueError,
+    FallbackWarning,
+    NotServedError,
+    OrchardError,
+    SettingError,
+)
 from orchard.text import one_line, table
 
 T = TypeVar("T")
@@ -112,12 +118,13 @@ class Planner:
         self._quarantine: dict[tuple[str, Problem], Reason] = {}
         self._warned: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
-        for name in (config.backend, *config.disabled):
-            if name != AUTO and name not in self.backends:
-                raise ArgumentValueError(
-                    f"ORCHARD_BACKEND or ORCHARD_DISABLE names {name!r}; "
-                    f"the backends are {', '.join(self.backends)}"
-                )
+        names = ", ".join(self.backends)
+        if config.backend not in (AUTO, *self.backends):
+            raise SettingError(
+                f"ORCHARD_BACKEND is {config.backend!r}; it must be 'auto' or one of {names}"
+            )
+        for name in config.disabled - set(self.backends):
+            raise SettingError(f"ORCHARD_DISABLE names {name!r}; the backends are {names}")
 
     def plan(self, problem: Problem, requested: str = AUTO) -> Plan:
         """The plan for `problem`, from the cache where it is known."""
@@ -126,6 +133,8 @@ class Planner:
 
     def _make(self, problem: Problem, requested: str) -> Plan:
         asked = requested if requested != AUTO else self._config.backend
+        if problem.stage == "double_backward":
+            asked = AUTO  # create_graph works whoever was insisted on
         if asked != AUTO and asked not in self.backends:
             raise ArgumentValueError(
                 f"backend is {asked!r}; it must be 'auto' or one of {', '.join(self.backends)}"
@@ -166,13 +175,15 @@ class Planner:
         if held is not None:
             return None, (held,)
         capability, reasons = backend.select(problem)
-        if capability is not None and insisted and problem.stage == "forward" and problem.grad:
-            follow_up = problem.next_backward(lse_grad=False)
-            if backend.select(follow_up)[0] is None:
-                reasons = backend.select(follow_up)[1]
-                marked = (r._replace(sentence=f"in the backward, {r.sentence}") for r in reasons)
-                return None, tuple(marked)
-        return capability, reasons
+        if insisted and problem.stage == "forward" and problem.grad:
+            known = {reason.code for reason in reasons}
+            later = backend.select(problem.next_backward(lse_grad=False))[1]
+            reasons += tuple(
+                reason._replace(sentence=f"in the backward, {reason.sentence}")
+                for reason in later
+                if reason.code not in known
+            )
+        return None if reasons else capability, reasons
 
     def explain(self, problem: Problem, requested: str = AUTO) -> Plan:
         """The plan, with that of the backward where one would follow."""

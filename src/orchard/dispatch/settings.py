@@ -71,4 +71,7 @@ def reload() -> Settings:
     if _current.log is not None:
         logger.addHandler(_handler)
         logger.setLevel(_current.log.upper())
+    elif _handler in logger.handlers:
+        logger.removeHandler(_handler)
+        logger.setLevel(logging.NOTSET)
     return _current

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +18,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
+from orchard.attention import compat
 from orchard.attention.compat import scaled_dot_product_attention, why_torch
+from orchard.attention.problem import is_traced
+from orchard.dispatch.backend import Reason
 from orchard.dispatch.journal import journal
 from orchard.errors import IntegrationWarning
 
-_KEYS = ("CPU", "CUDA", "MPS", "AutogradCPU", "AutogradCUDA", "AutogradMPS")
+_KEYS = (
+    *("CPU", "CUDA", "MPS", "AutogradCPU", "AutogradCUDA", "AutogradMPS"),
+    *("NestedTensorCPU", "NestedTensorCUDA", "AutogradNestedTensor"),  # only to count them
+)
 _operator = torch.ops.aten.scaled_dot_product_attention.default
 
 
@@ -35,6 +44,8 @@ class _State:
         self.library: torch.library.Library | None = None
         self.fastpath = True
         self.tracer_hooked = False
+        # Kernels that a call in another thread may still be entering; torch would free them.
+        self.retired: deque[list[Any]] = deque(maxlen=1024)
 
 
 _state = _State()
@@ -58,7 +69,7 @@ def enable() -> None:
         for key in _KEYS:
             _state.library.impl("scaled_dot_product_attention", _route, key)
         _forget_resolved_kernels()
-        _active = True
+        _active = compat.routed = True
 
 
 def disable() -> None:
@@ -70,8 +81,9 @@ def disable() -> None:
         _state.depth -= 1
         if _state.depth > 0:
             return
-        _active = False
+        _active = compat.routed = False
         if _state.library is not None:
+            _state.retired.append([torch.library.get_kernel(_operator, key) for key in _KEYS])
             _state.library._destroy()
             _state.library = None
             _forget_resolved_kernels()
@@ -101,12 +113,21 @@ def _route(
 ) -> Tensor:
     """The operator's kernel while enabled."""
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    reason = why_torch(*call)
+    reason = _TRANSFORMED if _is_transformed() else why_torch(*call)
     if reason is None:
-        journal.intercepted()
+        if not is_traced(query):
+            journal.intercepted()
         return scaled_dot_product_attention(*call)
-    journal.delegated(reason)
+    if not is_traced(query) or isinstance(query, FakeTensor):  # once for each trace
+        journal.delegated(reason)
     return _operator.decompose(*call[:6], scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
+
+
+_TRANSFORMED = Reason("transform", "the call is under a torch.func transform or forward-mode AD")
+
+
+def _is_transformed() -> bool:
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _forget_resolved_kernels() -> None:
@@ -136,6 +157,8 @@ def _hook_tracer() -> None:
 
         def inline_while_active(function: Any, guard: Any = _is_active) -> Any:
             def handle(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+                if tx.f_code is scaled_dot_product_attention.__code__:
+                    return None  # Orchard leaves this call to torch
                 active = tx.inline_user_function_return(UserFunctionVariable(guard), [], {})
                 if not active.as_python_constant():
                     return None  # torch's own handling
@@ -145,7 +168,10 @@ def _hook_tracer() -> None:
 
             return handle
 
-        handlers[F.scaled_dot_product_attention] = inline_while_active(scaled_dot_product_attention)
+        attention = inline_while_active(scaled_dot_product_attention)
+        handlers[F.scaled_dot_product_attention] = attention
+        handlers[torch.ops.aten.scaled_dot_product_attention] = attention
+        handlers[_operator] = attention
         # The tracer takes this function whole, with the attention inside it.
         handlers[F.multi_head_attention_forward] = inline_while_active(
             F.multi_head_attention_forward

@@ -118,12 +118,9 @@ class AtenBackend(Backend):
 
 
 def _overlapping_rows(problem: Problem) -> bool:
-    operands = (
-        (problem.query_shape, problem.query_strides),
-        (problem.key_shape, problem.key_strides),
-        (problem.value_shape, problem.value_strides),
+    return any(
+        0 < strides[2] < shape[3] and shape[2] > 1 for shape, strides in problem.operands.values()
     )
-    return any(0 < strides[2] < shape[3] and shape[2] > 1 for shape, strides in operands)
 
 
 def _torch_version() -> tuple[int, int]:
