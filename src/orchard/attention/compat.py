@@ -36,9 +36,7 @@ def scaled_dot_product_attention(
     """
     reason = why_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if reason is None:
-        return attention(
-            query, key, value, mask=attn_mask, causal=is_causal, scale=scale, dropout_p=dropout_p
-        )
+        return serve(query, key, value, attn_mask, dropout_p, is_causal, scale)
     theirs: Any = _operator
     if not torch.compiler.is_compiling():
         theirs = F.scaled_dot_product_attention
@@ -46,6 +44,21 @@ def scaled_dot_product_attention(
             journal.delegated(reason)
     return theirs(  # type: ignore[no-any-return]
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def serve(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Orchard's answer to a call of torch's that `why_torch` has nothing against."""
+    return attention(
+        query, key, value, mask=attn_mask, causal=is_causal, scale=scale, dropout_p=dropout_p
     )
 
 

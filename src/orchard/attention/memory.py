@@ -33,9 +33,14 @@ def empty_lse(query: Tensor) -> Tensor:
 
 def conform(actual: Tensor, tensor: Tensor) -> Tensor:
     """`actual` in the dtype and memory order of `tensor`: itself where it has them, else a copy."""
+    shape, strides = actual.shape, actual.stride()
     if actual.dtype == tensor.dtype:
         # A dense result with the very strides of `tensor` needs no further thought.
-        same = actual.stride() == tensor.stride() and actual.shape == tensor.shape
-        if same or actual.stride() == strides_following(tensor, actual.shape):
+        if strides == tensor.stride() and shape == tensor.shape:
             return actual
+        promised = strides_following(tensor, shape)
+        if strides == promised:
+            return actual
+        if all(map(lambda n, a, b: n == 1 or a == b, shape, strides, promised)):
+            return actual.as_strided(shape, promised)
     return empty_following(tensor, actual.shape).copy_(actual)

@@ -55,9 +55,11 @@ def progress(label: str, total: int) -> Iterator[Callable[[str], None]]:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
         )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        # No refresh thread: it would run while something is being timed.
+        screen = Console(stderr=True)
+        with Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
             task = bar.add_task(label, total=total, note="")
-            yield lambda note: bar.update(task, advance=1, note=note)
+            yield lambda note: bar.update(task, advance=1, note=note, refresh=True)
         return
     done, shown = 0, time.monotonic()
 

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from orchard.attention import compat
-from orchard.attention.compat import scaled_dot_product_attention, why_torch
+from orchard.attention.compat import scaled_dot_product_attention, serve, why_torch
 from orchard.attention.problem import is_traced
 from orchard.dispatch.backend import Reason
 from orchard.dispatch.journal import journal
@@ -117,7 +117,7 @@ def _route(
     if reason is None:
         if not is_traced(query):
             journal.intercepted()
-        return scaled_dot_product_attention(*call)
+        return serve(*call[:7])
     if not is_traced(query) or isinstance(query, FakeTensor):  # once for each trace
         journal.delegated(reason)
     return _operator.decompose(*call[:6], scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]

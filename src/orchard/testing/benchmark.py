@@ -295,7 +295,7 @@ def check(
     out, *grads = (ask(result, cut) for result, cut in zip(results, cuts, strict=False))
     upstream = None if grad_out is None else Upstream(ask(grad_out, part.of_query), None)
     comparisons = judge(
-        Results(out, None, *grads),  # type: ignore[arg-type]
+        Results(out, None, *grads),
         tensors,
         _shifted(options, case.rows - part.rows),
         upstream,

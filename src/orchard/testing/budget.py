@@ -26,7 +26,7 @@ class Results(NamedTuple):
     """What a call computes, forward and, where asked for, backward."""
 
     out: Tensor
-    lse: Tensor
+    lse: Tensor | None
     grad_query: Tensor | None = None
     grad_key: Tensor | None = None
     grad_value: Tensor | None = None
