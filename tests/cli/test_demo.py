@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import orchard
-from orchard.attention.compat import scaled_dot_product_attention as right
+from orchard.attention.compat import serve as right
 from orchard.cli import comparison, corpus, main
 from orchard.cli.comparison import Comparison, Mark, Pair, exactness
 from orchard.cli.minigpt import MiniGPT, Shape, Text, Trainer, batches, generate
@@ -122,9 +122,7 @@ def test_wrong_attention_is_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """An error of one part in ten thousand fails the exactness check and nothing else."""
-    monkeypatch.setattr(
-        torch_sdpa, "scaled_dot_product_attention", lambda *call: 1.0001 * right(*call)
-    )
+    monkeypatch.setattr(torch_sdpa, "serve", lambda *call: 1.0001 * right(*call))
     monkeypatch.setattr(comparison, "LEARNT", 1.1)
     file = tmp_path / "demo.json"
     assert main(["demo", "--device", "cpu", "--steps", str(STEPS), "--json", str(file)]) == 1
