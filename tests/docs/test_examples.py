@@ -1,0 +1,47 @@
+"""The examples run, from a fresh process, and do what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.docs
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / name)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_packed_projection_learns() -> None:
+    """The loss falls, and every call is accounted for."""
+    printed = run("packed_projection.py")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert losses[-1] < losses[0] / 4
+    assert "'forward': {'reference': 41}" in printed
+    assert "dropout" in printed
+
+
+def test_own_backend_is_planned() -> None:
+    """A new backend is chosen where it serves, and gives its reasons where not."""
+    served, refused = run("own_backend.py").split("\n\nforward on ")
+    assert "served by two-by-two (example)" in served
+    assert "served by reference (chunked)" in refused
+    assert "no window masking" in refused
+    assert "no softcap" in refused
+
+
+def test_every_example_is_tested() -> None:
+    """No example is left out above."""
+    tested = Path(__file__).read_text()
+    for example in EXAMPLES.glob("*.py"):
+        assert f'"{example.name}"' in tested
