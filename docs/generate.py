@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from orchard.backends import load
 from orchard.dispatch.backend import ANY_DEVICE, Backend, Capability, dtype_name
@@ -79,7 +81,43 @@ def reason_table() -> str:
     return ", ".join(f"`{code}`" for code in sorted(set(codes)))
 
 
+def results_table(name: str) -> str:
+    """A stored run of `orchard bench`, with its machine and date."""
+    lines = (ROOT / "benchmarks/results" / f"{name}.jsonl").read_text().splitlines()
+    runs = [json.loads(line) for line in lines]
+    machine = runs[0]["machine"]
+    table = [
+        f"{machine['gpu'] or machine['cpu']}, {machine['threads']} threads, "
+        f"torch {machine['torch']}, {machine['date'][:10]}:",
+        "",
+        "| case | sizes | torch / Orchard (p20-p80) | Orchard, ms | torch, ms | served by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        heads = f"H{run['heads']}" + (
+            f"/{run['kv_heads']}" if run["kv_heads"] != run["heads"] else ""
+        )
+        rows = run["rows"] if run["rows"] == run["keys"] else f"{run['rows']}x{run['keys']}"
+        dtype = SHORT[run["dtype"]]
+        ratio = run["ratio"]
+        cells = (
+            run["case"],
+            f"B{run['batch']} {heads} S{rows} D{run['dim']} {dtype}",
+            f"{ratio['p50']:.2g} ({ratio['p20']:.2g}-{ratio['p80']:.2g})" if ratio else "-",
+            *(milliseconds(run[side]) for side in ("ours", "torch")),
+            " / ".join(dict.fromkeys(run["served"].values())),
+        )
+        table.append("| " + " | ".join(cells) + " |")
+    return "\n".join(table)
+
+
+def milliseconds(side: dict[str, Any]) -> str:
+    return f"{side['seconds']['p50'] * 1e3:.3g}" if side["seconds"] else side["status"]
+
+
 GENERATED = {
+    "measured-cpu": lambda: results_table("cpu-quick"),
+    "measured-h200": lambda: results_table("h200-quick"),
     "capabilities": lambda: capability_table((0, 1, 2, 3, 7, 9, 11, 13)),
     "capabilities-full": capability_table,
     "reason-codes": reason_table,

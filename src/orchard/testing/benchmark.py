@@ -26,7 +26,7 @@ from orchard.testing.poison import poisoned
 from orchard.text import one_line
 
 Step = Callable[[], object]
-Status = Literal["ok", "WRONG", "not served", "failed"]
+Status = Literal["ok", "WRONG", "over budget", "not served", "failed"]
 
 SAMPLE_SECONDS = 0.002  # a sample repeats the call until it lasts about this long
 FEWEST_ROUNDS = 4
@@ -502,7 +502,7 @@ def _try_torch(case: Case, operands: Operands, options: Options) -> Side:
         found = check(case, operands, results, options, None)
     except RuntimeError as error:
         return Side("failed", one_line(error))
-    return Side("ok" if found.ok else "WRONG", str(found), found)
+    return Side("ok" if found.ok else "over budget", str(found), found)
 
 
 def _timed(
