@@ -65,11 +65,21 @@ def test_bits_follow_the_definition(place: tuple[int, int, int, int]) -> None:
     heads, rows, keys = 3, 7, 21
     seed = torch.tensor([-123456789, 987654321], dtype=torch.int32)
     planes = torch.arange(2 * heads).reshape(2, heads)
-    bits = random_bits(seed, planes, torch.arange(rows), keys)
+    bits = random_bits(seed, planes, torch.arange(rows), range(keys))
     assert bits.shape == (2, heads, rows, keys)
     key = [-123456789 % 2**32, 987654321]
     word = philox_in_integers([j // 8, i, b * heads + h, 0], key)[(j % 8) // 2]
     assert int(bits[place]) == (word >> 16 if j % 2 else word & 0xFFFF)
+
+
+def test_bits_of_some_keys_are_those_of_all() -> None:
+    """Bits of a range of keys do not depend on where the range begins."""
+    seed = torch.tensor([1, 2], dtype=torch.int32)
+    planes, rows = torch.arange(3), torch.arange(4)
+    whole = random_bits(seed, planes, rows, range(50))
+    for part in (range(8), range(3, 4), range(7, 33), range(16, 50), range(20, 20)):
+        bits = random_bits(seed, planes, rows, part)
+        assert torch.equal(bits, whole[..., part.start : part.stop])
 
 
 def dropped(query: Tensor, key: Tensor, p: float, seed: int, **options: object) -> Tensor:
@@ -94,7 +104,7 @@ def test_rate_by_chi_square(p: float) -> None:
     seed = torch.tensor([11, 12], dtype=torch.int32)
     threshold = drop_threshold(p)
     planes = torch.arange(4)
-    keep = keep_mask(seed, threshold, planes, torch.arange(rows), keys).double()
+    keep = keep_mask(seed, threshold, planes, torch.arange(rows), range(keys)).double()
     rate = 1 - threshold / 65536
     for axis, n in ((2, keys), (1, rows)):
         counts = keep.sum(axis).flatten()
@@ -106,7 +116,7 @@ def test_rate_by_chi_square(p: float) -> None:
 def test_neighbouring_bits_are_independent() -> None:
     """Neighbours along keys, rows and heads agree as often as independent bits do (5 sigma)."""
     seed = torch.tensor([3, 4], dtype=torch.int32)
-    keep = keep_mask(seed, 32768, torch.arange(8), torch.arange(256), 256)
+    keep = keep_mask(seed, 32768, torch.arange(8), torch.arange(256), range(256))
     for axis in range(3):
         size = keep.shape[axis]
         same = (keep.narrow(axis, 0, size - 1) == keep.narrow(axis, 1, size - 1)).double()
@@ -197,9 +207,9 @@ def test_seeds_use_both_words() -> None:
     assert seeds.dtype == torch.int32
     assert all(len(set(column.tolist())) > 60 for column in seeds.T)
     rows, planes = torch.arange(4), torch.arange(2)
-    base = random_bits(torch.tensor([1, 2], dtype=torch.int32), planes, rows, 16)
+    base = random_bits(torch.tensor([1, 2], dtype=torch.int32), planes, rows, range(16))
     for other in ([1, 3], [2, 2]):
-        changed = random_bits(torch.tensor(other, dtype=torch.int32), planes, rows, 16)
+        changed = random_bits(torch.tensor(other, dtype=torch.int32), planes, rows, range(16))
         assert not torch.equal(base, changed)
 
 

@@ -90,7 +90,7 @@ def kept(p: float, generator: torch.Generator) -> Tensor:
     threshold = round(p * 65536)
     seed = draw_seed(torch.device("cpu"), generator)
     planes = torch.arange(8).reshape(2, 4)
-    keep = keep_mask(seed, threshold, planes, torch.arange(7), 9)
+    keep = keep_mask(seed, threshold, planes, torch.arange(7), range(9))
     return keep.double() / (1 - threshold / 65536)
 
 
@@ -177,14 +177,17 @@ def test_third_gradients() -> None:
 CHUNK_LIMITS = (1, 600, 5_000, 10**9)
 
 
+@pytest.mark.parametrize("band", [None, Band(-5, 3), Band(None, -3), Band(1, None), Band(9, 20)])
 @pytest.mark.parametrize("limit", CHUNK_LIMITS)
-def test_chunking_changes_nothing(limit: int) -> None:
+def test_chunking_changes_nothing(
+    limit: int, band: Band | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any chunk size gives the values, gradients and second gradients of the plain form."""
     query, key, value = (t.detach() for t in operands())
     mask = make_mask("additive", (4, 1, 9)).detach()[None]
     seed = torch.tensor([5, -9], dtype=torch.int32)
     tensors = Tensors(query, key, value, mask, seed)
-    options = Options(0.4, 2.0, Band(-5, 3), 9000)
+    options = Options(0.4, 2.0, band, 9000)
     plain = reference.attend(tensors, options)
     upstream = Upstream(torch.randn_like(plain.out), torch.randn_like(plain.lse))
 
@@ -201,6 +204,7 @@ def test_chunking_changes_nothing(limit: int) -> None:
         return [tensor for tensor in found if tensor is not None]
 
     whole = run(10**9)
+    monkeypatch.setattr(reference, "BAND_ROWS", 2)
     assert len(whole) == 12
     torch.testing.assert_close(whole[0], plain.out, atol=LIMIT, rtol=0)
     for part, expected in zip(run(limit), whole, strict=True):
@@ -219,12 +223,28 @@ def test_chunks_cover_the_output_once_within_the_limit(shape: tuple[int, ...]) -
     key = torch.empty(batch, heads, keys, 1, device="meta")
     limit = 1_000_000
     seen = torch.zeros(batch, heads, rows, dtype=torch.int8)
-    for chunk in reference.chunks(Tensors(query, key, key), limit):
+    for chunk in reference.chunks(Tensors(query, key, key), Options(1.0), limit):
         part = seen[chunk.output]
         part += 1
         assert part.numel() * keys * 4 <= limit
     assert bool((seen == 1).all())
     assert max(reference.CPU_CHUNK_BYTES, reference.GPU_CHUNK_BYTES) <= 256 * 2**20
+
+
+def test_bands_skip_what_no_row_sees() -> None:
+    """Under a window the chunks hold about the scores inside it, not all of them."""
+    query = torch.empty(1, 1, 4096, 1, device="meta")
+    tensors = Tensors(query, query, query)
+    counts = {
+        band: sum(
+            (chunk.rows.stop - chunk.rows.start) * (chunk.keys.stop - chunk.keys.start)
+            for chunk in reference.chunks(tensors, Options(1.0, band=band))
+        )
+        for band in (None, Band(None, 0), Band(-64, 0))
+    }
+    assert counts[None] == 4096**2
+    assert counts[Band(None, 0)] < 0.54 * 4096**2
+    assert counts[Band(-64, 0)] < 0.08 * 4096**2
 
 
 def test_empty_rows_are_zero_even_next_to_nan() -> None:

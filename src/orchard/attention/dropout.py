@@ -42,20 +42,21 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     return x0, x1, x2, x3
 
 
-def random_bits(seed: Tensor, planes: Tensor, rows: Tensor, keys: int) -> Tensor:
+def random_bits(seed: Tensor, planes: Tensor, rows: Tensor, keys: range) -> Tensor:
     """The 16-bit values of every probability: [*planes.shape, rows, keys], int64.
 
     `planes` holds b * Hq + h and `rows` holds i, both int64.
     """
     words = seed.to(torch.int64) & _WORD
-    groups = torch.arange((keys + 7) // 8, device=seed.device)
+    groups = torch.arange(keys.start // 8, (keys.stop + 7) // 8, device=seed.device)
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
     drawn = philox((groups, rows[:, None], planes[..., None, None], zero), (words[0], words[1]))
     halves = [half for word in drawn for half in (word & 0xFFFF, word >> 16)]
-    return torch.stack(torch.broadcast_tensors(*halves), dim=-1).flatten(-2)[..., :keys]
+    bits = torch.stack(torch.broadcast_tensors(*halves), dim=-1).flatten(-2)
+    return bits.narrow(-1, keys.start % 8, len(keys))
 
 
-def keep_mask(seed: Tensor, threshold: int, planes: Tensor, rows: Tensor, keys: int) -> Tensor:
+def keep_mask(seed: Tensor, threshold: int, planes: Tensor, rows: Tensor, keys: range) -> Tensor:
     """True where a probability survives dropout: [*planes.shape, rows, keys]."""
     return random_bits(seed, planes, rows, keys) >= threshold
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from orchard.attention.dropout import keep_mask, keep_scale
 from orchard.attention.memory import empty_following, empty_lse
 from orchard.attention.problem import (
+    Band,
     Gradients,
     Options,
     Saved,
@@ -24,10 +25,11 @@ from orchard.attention.problem import (
     accumulation_dtype,
 )
 
-# Bytes of scores in a chunk; a few tensors of this size are alive at once. On a CPU, 4 MiB ran
-# twice as fast as 64 MiB, and six times with dropout: larger temporaries leave the cache.
+# Bytes of scores in a chunk; a few tensors of this size are alive at once. On a CPU 4 MiB ran
+# twice as fast as 64 MiB: larger temporaries leave the cache.
 CPU_CHUNK_BYTES = 4 * 2**20
 GPU_CHUNK_BYTES = 64 * 2**20
+BAND_ROWS = 256  # rows of a chunk under causal or a window, so that it skips keys out of sight
 
 
 class Origin(NamedTuple):
@@ -36,6 +38,7 @@ class Origin(NamedTuple):
     batch: int
     head: int
     row: int
+    key: int
     heads: int
 
 
@@ -53,8 +56,8 @@ def softmax_rows(tensors: Tensors, options: Options, origin: Origin | None = Non
     """Scores, masks, softmax and dropout, in the dtype of the operands."""
     query, key, _, mask, seed = tensors
     batch, heads, rows, _ = query.shape
-    keys, device = key.shape[2], query.device
-    origin = origin or Origin(0, 0, 0, heads)
+    origin = origin or Origin(0, 0, 0, 0, heads)
+    keys, device = range(origin.key, origin.key + key.shape[2]), query.device
 
     scores = options.scale * _by_group("bhgid,bhjd->bhgij", query, key)
     slope: Tensor | float = 1.0
@@ -67,7 +70,7 @@ def softmax_rows(tensors: Tensors, options: Options, origin: Origin | None = Non
         scores = scores + mask.to(scores.dtype)
     row = torch.arange(origin.row, origin.row + rows, device=device)
     if options.band is not None:
-        distance = torch.arange(keys, device=device) - row[:, None]
+        distance = torch.arange(keys.start, keys.stop, device=device) - row[:, None]
         low, high = options.band
         if low is not None:
             scores = scores.masked_fill(distance < low, -torch.inf)
@@ -146,26 +149,27 @@ def _sum_over_rows(weights: Tensor, rows: Tensor, kv_heads: int) -> Tensor:
 
 
 class Chunk(NamedTuple):
-    """A part of the problem: batch entries, key heads with their query heads, and rows."""
+    """Batch entries, key heads with their query heads, rows, and the keys that these see."""
 
     batch: slice
     heads: slice
     kv_heads: slice
     rows: slice
+    keys: slice
 
     def cut(self, tensors: Tensors) -> Tensors:
         """Views of the operands that this chunk needs."""
         return Tensors(
             tensors.query[self.output],
-            tensors.key[self.batch, self.kv_heads],
-            tensors.value[self.batch, self.kv_heads],
+            tensors.key[self.input],
+            tensors.value[self.input],
             None if tensors.mask is None else self.cut_mask(tensors.mask),
             tensors.seed,
         )
 
     def cut_mask(self, mask: Tensor) -> Tensor:
         """The chunk's part of a mask, or of its gradient; axes of size one stay whole."""
-        for axis, part in enumerate(self.output):
+        for axis, part in enumerate((*self.output, self.keys)):
             if mask.shape[axis] != 1:
                 mask = mask.narrow(axis, part.start, part.stop - part.start)
         return mask
@@ -175,27 +179,48 @@ class Chunk(NamedTuple):
         """Where the chunk's rows lie in a [B, Hq, Sq, ...] tensor."""
         return self.batch, self.heads, self.rows
 
+    @property
+    def input(self) -> tuple[slice, slice, slice]:
+        """Where the keys that they see lie in a [B, Hkv, Sk, ...] tensor."""
+        return self.batch, self.kv_heads, self.keys
+
     def origin(self, tensors: Tensors) -> Origin:
-        return Origin(self.batch.start, self.heads.start, self.rows.start, tensors.query.shape[1])
+        return Origin(
+            self.batch.start,
+            self.heads.start,
+            self.rows.start,
+            self.keys.start,
+            tensors.query.shape[1],
+        )
 
 
-def chunks(tensors: Tensors, chunk_bytes: int | None = None) -> Iterator[Chunk]:
+def chunks(tensors: Tensors, options: Options, chunk_bytes: int | None = None) -> Iterator[Chunk]:
     """Parts whose scores take at most `chunk_bytes` each; one row of one head is never split."""
     on_cpu = tensors.query.device.type == "cpu"
     budget = chunk_bytes or (CPU_CHUNK_BYTES if on_cpu else GPU_CHUNK_BYTES)
     batch, heads, rows, _ = tensors.query.shape
     kv_heads, keys = tensors.key.shape[1], tensors.key.shape[2]
     group = heads // kv_heads if kv_heads else 1
+    rows_at_once = min(rows, BAND_ROWS) if options.band else rows
     row_bytes = max(1, group * keys * accumulation_dtype(tensors.query.dtype).itemsize)
-    head_bytes = row_bytes * max(1, rows)
+    head_bytes = row_bytes * max(1, rows_at_once)
     batch_bytes = head_bytes * max(1, kv_heads)
     batch_step = max(1, budget // batch_bytes)
     head_step = kv_heads if batch_bytes <= budget else max(1, budget // head_bytes)
-    row_step = rows if head_bytes <= budget else max(1, budget // row_bytes)
+    row_step = rows_at_once if head_bytes <= budget else max(1, budget // row_bytes)
     for b in _steps(batch, batch_step):
         for h in _steps(kv_heads, head_step):
             for i in _steps(rows, row_step):
-                yield Chunk(b, slice(h.start * group, h.stop * group), h, i)
+                seen = _keys_in_band(options.band, i, keys)
+                yield Chunk(b, slice(h.start * group, h.stop * group), h, i, seen)
+
+
+def _keys_in_band(band: Band | None, rows: slice, keys: int) -> slice:
+    """The keys that any of these rows may see."""
+    low, high = band or (None, None)
+    start = 0 if low is None else min(max(rows.start + low, 0), keys)
+    stop = keys if high is None else min(max(rows.stop + high, start), keys)
+    return slice(start, stop)
 
 
 def _steps(size: int, step: int) -> Iterator[slice]:
@@ -220,7 +245,7 @@ def forward(tensors: Tensors, options: Options, *, chunk_bytes: int | None = Non
     out = empty_following(query, (*query.shape[:3], value.shape[3]))
     lse = empty_lse(query)
     with torch.no_grad():
-        for chunk in chunks(tensors, chunk_bytes):
+        for chunk in chunks(tensors, options, chunk_bytes):
             part = attend(_widened(chunk.cut(tensors)), options, chunk.origin(tensors))
             out[chunk.output], lse[chunk.output] = part
     return Saved(out, lse)
@@ -236,10 +261,9 @@ def _sums(tensors: Tensors, mask_grad: bool) -> list[Tensor]:
 
 
 def _add_to_sums(sums: list[Tensor], chunk: Chunk, grads: tuple[Tensor, ...]) -> None:
-    keys = (chunk.batch, chunk.kv_heads)
     sums[0][chunk.output] += grads[0]
-    sums[1][keys] += grads[1]
-    sums[2][keys] += grads[2]
+    sums[1][chunk.input] += grads[1]
+    sums[2][chunk.input] += grads[2]
     if len(sums) > 3:
         part = chunk.cut_mask(sums[3])
         part += grads[3].sum_to_size(part.shape)
@@ -268,7 +292,7 @@ def backward(
     wide = accumulation_dtype(tensors.query.dtype)
     sums = _sums(tensors, mask_grad)
     with torch.no_grad():
-        for chunk in chunks(tensors, chunk_bytes):
+        for chunk in chunks(tensors, options, chunk_bytes):
             part = Upstream(
                 upstream.out[chunk.output].to(wide),
                 None if upstream.lse is None else upstream.lse[chunk.output],
@@ -296,12 +320,11 @@ def double_backward(
     sums = _sums(tensors, directions.mask is not None)
     by_out = torch.zeros_like(upstream.out)
     by_lse = None if upstream.lse is None else torch.zeros_like(upstream.lse)
-    for chunk in chunks(tensors, chunk_bytes):
-        keys = (chunk.batch, chunk.kv_heads)
+    for chunk in chunks(tensors, options, chunk_bytes):
         along = Gradients(
             directions.query[chunk.output],
-            directions.key[keys],
-            directions.value[keys],
+            directions.key[chunk.input],
+            directions.value[chunk.input],
             None if directions.mask is None else chunk.cut_mask(directions.mask),
         )
         part = Upstream(
