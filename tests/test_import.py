@@ -66,6 +66,20 @@ def test_public_names() -> None:
         assert getattr(orchard, name) is not None
 
 
+def test_commands_without_torch() -> None:
+    """Every command but doctor says that torch is missing, in words."""
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from orchard.cli import main\n"
+        "sys.exit(10 + main(['verify']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 12
+    assert done.stdout.startswith("orchard verify needs a working torch")
+    assert done.stderr == ""
+
+
 def test_typed() -> None:
     """The package tells type checkers that it is annotated."""
     from importlib.resources import files

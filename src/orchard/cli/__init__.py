@@ -19,13 +19,18 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its module is imported only then, for doctor has to do without torch."""
-    words = sys.argv[1:] if argv is None else argv
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    broken = vars(orchard).get("_import_error")
+    if broken is not None and chosen in COMMANDS and chosen != "doctor":
+        print(f"orchard {chosen} needs a working torch: {broken}\n`orchard doctor` says more.")
+        return 2
     parser = argparse.ArgumentParser(prog="orchard", description=orchard.__doc__)
     parser.add_argument("--version", action="version", version=f"orchard {orchard.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         command = subparsers.add_parser(name, help=summary)
-        if name == next((word for word in words if not word.startswith("-")), None):
+        if name == chosen:
             module = importlib.import_module(f"orchard.cli.{name}")
             command.description = module.__doc__
             module.add_arguments(command)
