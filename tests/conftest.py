@@ -10,6 +10,8 @@ import orchard
 from orchard.dispatch import planner
 from orchard.dispatch.journal import journal
 
+for name in [name for name in os.environ if name.startswith("ORCHARD_")]:
+    del os.environ[name]  # the developer's settings are not the tests'
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 

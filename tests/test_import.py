@@ -76,8 +76,8 @@ def test_commands_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 12
-    assert done.stdout.startswith("orchard verify needs a working torch")
-    assert done.stderr == ""
+    assert done.stderr.startswith("orchard verify needs a working torch")
+    assert done.stdout == ""
 
 
 def test_typed() -> None:

@@ -51,3 +51,20 @@ def test_plans_on_devices_that_are_not_here() -> None:
     problem = orchard.explain(query, query, query).problem._replace(device=torch.device("mps"))
     _, reasons = backend.select(problem)
     assert {reason.code for reason in reasons} == {"lse", "head_dim"}
+
+
+@pytest.mark.mask
+@pytest.mark.dtype
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp32_mask_is_not_rounded(dtype: torch.dtype) -> None:
+    """A mask of fp32 keeps its range and precision beside half operands."""
+    query = torch.zeros(1, 2, 6, 8, dtype=dtype)
+    value = torch.randn(1, 2, 6, 8, dtype=dtype)
+    bias = -300 + torch.arange(6.0).expand(6, 6).clone()
+    bias[3] = torch.finfo(torch.float32).min
+    exact = torch.softmax(bias.double(), -1) @ value.double()
+    yardstick = (torch.softmax(bias, -1).to(dtype) @ value).double()
+    budget = 2 * (yardstick - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+    for backend in ("aten", "reference"):
+        out = orchard.attention(query, query, value, mask=bias, backend=backend)
+        assert float((out.double() - exact).abs().max()) <= float(budget)

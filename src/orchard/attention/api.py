@@ -120,8 +120,10 @@ def attention(
         )
     if layout == "bshd" and squeeze < 2:
         out = out.transpose(1, 2)
-    first = (0,) * squeeze
-    return (out[first], lse[first]) if return_lse else out[first]
+    if squeeze:
+        first = (0,) * squeeze
+        out, lse = out[first], lse[first] if return_lse else lse
+    return (out, lse) if return_lse else out
 
 
 def explain(

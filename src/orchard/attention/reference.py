@@ -129,16 +129,19 @@ def propagate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`gradients` from given rows; with `magnitudes` nothing cancels, for error analysis."""
     query, key, value, _, _ = tensors
-    p, factor, slope, _, _ = rows
-    by_p = factor * _by_group("bhgid,bhjd->bhgij", upstream.out, value)
+    p, factor, slope, _, empty = rows
+    # Nothing flows through an empty row, not even NaN.
+    grad_out = upstream.out.masked_fill(empty, 0.0)
+    by_p = factor * _by_group("bhgid,bhjd->bhgij", grad_out, value)
+    by_p = by_p.masked_fill(empty, 0.0)
     by_row = (p * by_p).sum(-1, keepdim=True) * (1.0 if magnitudes else -1.0)
     if upstream.lse is not None:
-        by_row = by_row + upstream.lse[..., None]
+        by_row = by_row + upstream.lse[..., None].masked_fill(empty, 0.0)
     by_score = p * (by_p + by_row)
     by_product = options.scale * slope * by_score
     by_query = _by_group("bhgij,bhjd->bhgid", by_product, key)
     by_key = _sum_over_rows(by_product, query, key.shape[1])
-    by_value = _sum_over_rows(p * factor, upstream.out, key.shape[1])
+    by_value = _sum_over_rows(p * factor, grad_out, key.shape[1])
     return by_query, by_key, by_value, by_score
 
 

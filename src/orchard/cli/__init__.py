@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import orchard
+from orchard.errors import OrchardError
 
 COMMANDS = {
     "doctor": "say what is here: python, torch, devices, backends and why not",
@@ -23,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = next((word for word in words if not word.startswith("-")), None)
     broken = vars(orchard).get("_import_error")
     if broken is not None and chosen in COMMANDS and chosen != "doctor":
-        print(f"orchard {chosen} needs a working torch: {broken}\n`orchard doctor` says more.")
+        message = f"orchard {chosen} needs a working torch: {broken}\n`orchard doctor` says more."
+        print(message, file=sys.stderr)
         return 2
     parser = argparse.ArgumentParser(prog="orchard", description=orchard.__doc__)
     parser.add_argument("--version", action="version", version=f"orchard {orchard.__version__}")
@@ -38,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         return int(args.run(args))
+    except (OrchardError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has gone
+            return 141
+        print(f"orchard {chosen}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has gone
-        return 141

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"backend {args.backend!r} is unknown; there is {known}", file=sys.stderr)
         return 2
 
+    args.report.touch()  # a place that cannot be written is said before the work
     cases = QUICK if args.quick else CASES
     outcomes = []
     with progress(f"verify {args.backend} on {device}", len(cases)) as step:
@@ -101,10 +103,18 @@ def _as_data(outcome: Outcome) -> dict[str, Any]:
         "subject": outcome.case.subject,
         "status": outcome.status,
         "served": outcome.served,
-        "share_of_budget": round(outcome.worst, 4),
-        "results": {c.name: {"error": c.error, "budget": c.budget} for c in outcome.comparisons},
+        "share_of_budget": _number(round(outcome.worst, 4)),
+        "results": {
+            c.name: {"error": _number(c.error), "budget": _number(c.budget)}
+            for c in outcome.comparisons
+        },
         "complaints": outcome.complaints,
     }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity: None is a result that is not finite."""
+    return value if math.isfinite(value) else None
 
 
 def _print(outcomes: Sequence[Outcome], failed: Sequence[Outcome], report: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -237,6 +238,17 @@ class Planner:
 
 _planner: Planner | None = None
 _planner_lock = threading.Lock()
+
+
+def _renew_locks() -> None:
+    global _planner_lock
+    _planner_lock = threading.Lock()
+    if _planner is not None:
+        _planner._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # another thread may hold a lock while this one forks
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def planner() -> Planner:

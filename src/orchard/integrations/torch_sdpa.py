@@ -8,6 +8,7 @@ Three places, because torch has three ways into attention:
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections import deque
@@ -29,7 +30,8 @@ from orchard.dispatch.journal import journal
 from orchard.errors import IntegrationWarning
 
 _KEYS = (
-    *("CPU", "CUDA", "MPS", "AutogradCPU", "AutogradCUDA", "AutogradMPS"),
+    # Autograd first: a training call in another thread must not meet the others alone.
+    *("AutogradCPU", "AutogradCUDA", "AutogradMPS", "CPU", "CUDA", "MPS"),
     *("NestedTensorCPU", "NestedTensorCUDA", "AutogradNestedTensor"),  # only to count them
 )
 _operator = torch.ops.aten.scaled_dot_product_attention.default
@@ -39,7 +41,7 @@ class _State:
     """What is changed while enabled, and what to put back."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.renew_lock()
         self.depth = 0
         self.library: torch.library.Library | None = None
         self.fastpath = True
@@ -47,8 +49,13 @@ class _State:
         # Kernels that a call in another thread may still be entering; torch would free them.
         self.retired: deque[list[Any]] = deque(maxlen=1024)
 
+    def renew_lock(self) -> None:
+        self.lock = threading.Lock()
+
 
 _state = _State()
+if hasattr(os, "register_at_fork"):  # another thread may hold the lock while this one forks
+    os.register_at_fork(after_in_child=_state.renew_lock)
 _active = False  # read by traced code, which is compiled again when it changes
 
 
@@ -58,11 +65,11 @@ def enable() -> None:
     Calls nest: as many `disable()` as `enable()` restore torch exactly.
     """
     global _active
+    _hook_tracer()
     with _state.lock:
         _state.depth += 1
         if _state.depth > 1:
             return
-        _hook_tracer()
         _state.fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         _state.library = torch.library.Library("aten", "IMPL")

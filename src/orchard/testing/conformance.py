@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -14,8 +15,9 @@ from orchard.attention.dropout import draw_seed
 from orchard.attention.ops import Settings
 from orchard.attention.problem import Options, Tensors, Upstream, accumulation_dtype
 from orchard.attention.strides import axis_order
+from orchard.dispatch.journal import journal
 from orchard.dispatch.planner import AUTO
-from orchard.errors import NotServedError
+from orchard.errors import FallbackWarning, NotServedError
 from orchard.testing.budget import Comparison, Results, judge
 from orchard.testing.inputs import BY_NAME, VIEWS, Guarded, guarded
 from orchard.testing.poison import poisoned
@@ -317,6 +319,7 @@ def check(case: Case, device: torch.device | str = "cpu", backend: str = AUTO) -
         reasons = [reason.sentence for reason in unserved.why_not(backend)]
         return Outcome(case, "not served", complaints=reasons)
 
+    failures = journal.stats()["failures"]
     try:
         actual = _run(case, inputs, options)
     except NotServedError as error:  # only the backward knows the strides of grad_out
@@ -324,6 +327,9 @@ def check(case: Case, device: torch.device | str = "cpu", backend: str = AUTO) -
     seed = draw_seed(device, torch.Generator(device).manual_seed(SEED))
     comparisons = _against_definition(case, inputs, actual, seed)
     complaints = [str(c) for c in comparisons if not c.ok] + _complaints(case, inputs, actual)
+    for failure in journal.stats()["failures"]:
+        if failure not in failures:  # who was planned has to serve
+            complaints.append(f"{failure['backend']} failed: {failure['error']}")
     served = f"{plan.backend} / {plan.backward.backend if plan.backward else '-'}"
     status: Literal["passed", "failed"] = "failed" if complaints else "passed"
     return Outcome(case, status, served, comparisons, complaints)
@@ -333,7 +339,8 @@ def _run(case: Case, inputs: Inputs, options: dict[str, Any]) -> Results:
     """Outputs, poisoned before they are written, and gradients."""
     query, key, value = (operand.tensor for operand in inputs.operands)
     source = torch.Generator(query.device).manual_seed(SEED)
-    with poisoned():
+    with poisoned(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # the journal tells
         out, lse = attention(query, key, value, return_lse=True, generator=source, **options)
         leaves = [query, key, value]
         if case.mask_grad and inputs.mask:

@@ -87,11 +87,16 @@ class AtenBackend(Backend):
             found.append(Reason("overlap", "its matrix products take no rows that overlap"))
         if capability.kernel == "cpu-flash" and _coarse_sums(problem):
             found.append(Reason("accuracy", "sums many keys for few fp32 rows too coarsely"))
+        mask = problem.mask
+        rounded = mask is not None and mask.dtype not in (torch.bool, problem.dtype)
+        if capability.kernel in ("efficient", "mps") and rounded:
+            found.append(Reason("mask_dtype", "would round the mask to the operands' dtype"))
+        if capability.kernel == "cudnn" and not torch.cuda.is_available():
+            return (Reason("device", "torch sees no CUDA device"),)
         if capability.kernel == "cudnn":
             major = torch.cuda.get_device_capability(problem.device)[0]
             if major < 9:
                 found.append(Reason("arch", "torch prefers flash to it before Hopper"))
-        mask = problem.mask
         if capability.kernel == "efficient" and mask and mask.shape[3] == 1 < problem.key_length:
             found.append(Reason("mask_layout", "takes no mask that is broadcast along the keys"))
         if capability.kernel == "mps" and problem.head_dim not in _MPS_HEAD_DIMS:
@@ -126,9 +131,9 @@ def _overlapping_rows(problem: Problem) -> bool:
 
 
 def _coarse_sums(problem: Problem) -> bool:
-    """Where its error was up to 1.6 times the budget: it sums each row of a group by itself."""
+    """Where its error passed the budget: it sums each row of a group by itself."""
     few_rows, grouped = problem.query_length < 4, problem.heads != problem.kv_heads
-    return problem.dtype == torch.float32 and few_rows and grouped and problem.key_length >= 2048
+    return problem.dtype == torch.float32 and few_rows and grouped
 
 
 def _torch_version() -> tuple[int, int]:

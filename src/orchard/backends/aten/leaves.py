@@ -33,20 +33,27 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     mask = _compact(mask)
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
-    return mask if mask.dtype == dtype else mask.to(dtype)
+    return mask if mask.dtype in (dtype, torch.float32) else mask.to(torch.float32)
 
 
-def _mark_empty_rows(lse: Tensor, problem: Problem, mask: Tensor | None) -> Tensor:
-    """Set lse to -inf where mask and causal leave a row no key."""
+def _without_empty_rows(out: Tensor, lse: Tensor, problem: Problem, mask: Tensor | None) -> Saved:
+    """Output 0 and lse -inf where mask and causal leave a row no key, whatever value holds."""
     if mask is None:
-        return lse
+        return Saved(out, lse)
     mask = _compact(mask)
     seen = mask if mask.dtype == torch.bool else mask != -torch.inf
     empty = ~seen.any(-1)
     if _is_causal(problem) and mask.shape[3] > 1:
         first = seen.to(torch.uint8).argmax(-1)  # the first key a row may see
         empty = empty | (first > torch.arange(lse.shape[2], device=lse.device))
-    return lse.masked_fill(empty, -torch.inf)
+    return Saved(out.masked_fill_(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf))
+
+
+def _reaching(upstream: Upstream, saved: Saved, mask: Tensor | None) -> Tensor:
+    """grad_out with 0 for empty rows, whose gradients are 0 whatever arrives."""
+    if mask is None:
+        return upstream.out
+    return upstream.out.masked_fill((saved.lse == -torch.inf)[..., None], 0.0)
 
 
 def _finite(lse: Tensor, mask: Tensor | None) -> Tensor:
@@ -66,9 +73,7 @@ def cpu_flash(problem: Problem, tensors: Tensors) -> Saved:
         attn_mask=_additive(mask, query.dtype),
         scale=problem.options.scale,
     )
-    if problem.lse or problem.grad:
-        lse = _mark_empty_rows(lse, problem, mask)
-    return Saved(out, lse)
+    return _without_empty_rows(out, lse, problem, mask)
 
 
 def cpu_flash_backward(
@@ -76,7 +81,7 @@ def cpu_flash_backward(
 ) -> Gradients:
     query, key, value, mask, _ = tensors
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        upstream.out,
+        _reaching(upstream, saved, mask),
         query,
         key,
         value,
@@ -151,8 +156,7 @@ def cuda_efficient(problem: Problem, tensors: Tensors) -> Saved:
         _is_causal(problem),
         scale=problem.options.scale,
     )
-    lse = lse[..., : problem.query_length]
-    return Saved(out, _mark_empty_rows(lse, problem, mask))
+    return _without_empty_rows(out, lse[..., : problem.query_length], problem, mask)
 
 
 def cuda_efficient_backward(
@@ -166,7 +170,7 @@ def cuda_efficient_backward(
     lse[..., :rows] = _finite(saved.lse, mask)
     state = torch.zeros((), dtype=torch.int64, device=query.device)
     grads = aten._scaled_dot_product_efficient_attention_backward.default(
-        upstream.out,
+        _reaching(upstream, saved, mask),
         query,
         key,
         value,
