@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +77,17 @@ def capability_table(columns: tuple[int, ...] = tuple(range(len(COLUMNS)))) -> s
 
 
 def reason_table() -> str:
-    """Every reason code that capabilities give, read from a kernel that serves nothing."""
-    source = (ROOT / "src/orchard/dispatch/backend.py").read_text()
-    codes = re.findall(r'^            "([a-z_]+)",$', source, re.MULTILINE)
-    codes += re.findall(r'need\([^"]+, "([a-z_]+)"', source)
-    return ", ".join(f"`{code}`" for code in sorted(set(codes)))
+    """Every reason code that Capability.reasons gives, read from its calls of `need`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(Capability.reasons)))
+    codes = {
+        call.args[1].value
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == "need"
+        and isinstance(call.args[1], ast.Constant)
+    }
+    return ", ".join(f"`{code}`" for code in sorted(codes))
 
 
 def results_table(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, overload
 
 import torch
@@ -19,6 +18,7 @@ from orchard.errors import ArgumentTypeError, ArgumentValueError
 Layout = Literal["bhsd", "bshd"]
 Causal = bool | Literal["top_left", "bottom_right"]
 
+_LARGEST = torch.finfo(torch.float32).max
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -111,7 +111,8 @@ def attention(
         seed = draw_seed(query.device, generator)
     mask_grad = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     grad = mask_grad or _wants_grad(query, key, value)
-    if forward_ad._current_level >= 0:  # tangents pass through plain torch operations only
+    if forward_ad._current_level >= 0 and _has_tangent(query, key, value, mask):
+        # Tangents pass through plain torch operations only.
         operands = Tensors(query, key, value, mask, seed)
         out, lse = define(operands, settings.options(query, key))
     else:
@@ -161,6 +162,10 @@ def explain(
         mask_grad=mask_grad,
     )
     return planner().explain(problem, backend)
+
+
+def _has_tangent(*tensors: Tensor | None) -> bool:
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def _wants_grad(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -319,8 +324,8 @@ def _check_number(name: str, number: float | None) -> float | None:
         return None
     if isinstance(number, bool) or not isinstance(number, int | float | torch.SymFloat):
         raise ArgumentTypeError(f"{name} is {_a(number)}; it must be a number or None")
-    if not -math.inf < number < math.inf:
-        raise ArgumentValueError(f"{name} is {number}; it must be finite")
+    if not -_LARGEST <= number <= _LARGEST:
+        raise ArgumentValueError(f"{name} is {number}; it must be finite, also in fp32")
     return float(number)
 
 

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 import orchard
+from orchard.attention.dropout import draw_seed
+from orchard.attention.problem import Band, Options, Tensors, Upstream, drop_threshold
 from orchard.cli import corpus
 from orchard.cli.console import progress
 from orchard.cli.minigpt import MiniGPT, Shape, Text, Trainer, batches, generate, losses
 from orchard.dispatch.planner import Plan
 from orchard.testing.benchmark import clock, paired_ratio, spread
-from orchard.testing.budget import GRADIENT_FACTOR, OUTPUT_FACTOR
+from orchard.testing.budget import GRADIENT_FACTOR, OUTPUT_FACTOR, Results, judge
 from orchard.testing.machine import machine
 from orchard.testing.memory import peak_memory, why_no_peak
 
@@ -193,6 +195,7 @@ class Comparison:
             checks=[
                 check_routing(runs),
                 check_exactness(deviations),
+                check_dropout(self.device),
                 check_learning(marks),
                 check_agreement(marks),
             ],
@@ -310,6 +313,37 @@ def check_exactness(deviations: list[Deviation]) -> Check:
         all(deviation.holds for deviation in deviations),
         f"without dropout the {worst.name} is off by {worst.orchard:.2g}, and may be by "
         f"{worst.budget:.2g}",
+    )
+
+
+def check_dropout(device: torch.device) -> Check:
+    """The call that training makes, dropout included, against fp64 with the same bits."""
+    source = torch.Generator().manual_seed(0)
+    query, key, value, grad_out = (
+        torch.randn(2, 4, 64, 32, generator=source).to(device) for _ in range(4)
+    )
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    out, lse = orchard.attention(
+        query,
+        key,
+        value,
+        causal=True,
+        dropout_p=0.1,
+        return_lse=True,
+        generator=torch.Generator(device).manual_seed(1),
+    )
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    seed = draw_seed(device, torch.Generator(device).manual_seed(1)).cpu()
+    exact = [t.detach().cpu() for t in leaves]
+    tensors = Tensors(exact[0], exact[1], exact[2], None, seed)
+    options = Options(32**-0.5, band=Band(None, 0), threshold=drop_threshold(0.1))
+    results = Results(*(t.detach().cpu() for t in (out, lse, *grads)))
+    judged = judge(results, tensors, options, Upstream(grad_out.cpu(), None))
+    worst = max(judged, key=lambda item: item.error / item.budget)
+    return Check(
+        "dropout",
+        all(item.ok for item in judged),
+        f"with dropout {worst.name} is off by {worst.error:.2g}, and may be by {worst.budget:.2g}",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -162,6 +163,8 @@ class Planner:
         winner, kernel = chosen or (None, "")
         plan = Plan(problem, requested, winner, kernel, tuple(rejected))
         settings.logger.debug("%s", plan)
+        if plan.passed_over:
+            settings.logger.info("%s passed over for %s", plan.tally.passed_over, winner)
         if len(self._plans) >= _CACHED_PLANS:
             self._plans.clear()
         self._plans[problem, requested] = plan
@@ -220,12 +223,14 @@ class Planner:
             return False
         text = one_line(error)
         reason = Reason("failed", f"its kernel failed on this problem: {text}")
+        kind = (name, re.sub(r"\d+", "#", text))  # sizes in a message make no new error
         with self._lock:
             self._quarantine[name, plan.problem] = reason
             self._plans.clear()
-            first = (name, text) not in self._warned
-            self._warned.add((name, text))
+            first = kind not in self._warned
+            self._warned.add(kind)
         self._journal.failed(name, plan.problem.stage, text)
+        settings.logger.warning("%s failed and was set aside: %s", name, text)
         if first:
             stage = plan.problem.stage.replace("_", " ")
             warnings.warn(
