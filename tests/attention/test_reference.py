@@ -213,17 +213,21 @@ def test_chunking_changes_nothing(
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1, 5000, 5000), (64, 32, 16, 4096), (2, 3, 7, 100), (9, 2, 3000, 10)],
+    [(1, 1, 5000, 5000), (64, 32, 16, 4096), (2, 3, 7, 100), (9, 2, 3000, 10), (1, 32, 3, 20000)],
     ids=str,
 )
-def test_chunks_cover_the_output_once_within_the_limit(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("group", [1, 2, 32])
+def test_chunks_cover_the_output_once_within_the_limit(shape: tuple[int, ...], group: int) -> None:
     """Chunks tile [B, H, S] exactly and hold at most the limit of scores."""
-    batch, heads, rows, keys = shape
+    batch, kv_heads, rows, keys = shape
+    heads = kv_heads * group
     query = torch.empty(batch, heads, rows, 1, device="meta")
-    key = torch.empty(batch, heads, keys, 1, device="meta")
+    key = torch.empty(batch, kv_heads, keys, 1, device="meta")
     limit = 1_000_000
     seen = torch.zeros(batch, heads, rows, dtype=torch.int8)
     for chunk in reference.chunks(Tensors(query, key, key), Options(1.0), limit):
+        kv_heads_here = {head // group for head in range(chunk.heads.start, chunk.heads.stop)}
+        assert kv_heads_here == set(range(chunk.kv_heads.start, chunk.kv_heads.stop))
         part = seen[chunk.output]
         part += 1
         assert part.numel() * keys * 4 <= limit

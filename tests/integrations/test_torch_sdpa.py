@@ -985,3 +985,16 @@ def test_compiled_operator(compiles: Any) -> None:
         fullgraph=True,
     )
     follow(lambda: [step(*inputs)], [want], {"forward": 1}, [True, False, True, False])
+
+
+def test_a_failed_enable_leaves_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a kernel cannot be registered, enable() raises and nothing is switched."""
+    from orchard.integrations import torch_sdpa
+
+    before = torch._C._dispatch_dump("aten::scaled_dot_product_attention")
+    monkeypatch.setattr(torch_sdpa, "_KEYS", ("AutogradCPU", "NoSuchKey"))
+    with pytest.raises(RuntimeError):
+        orchard.enable()
+    assert torch._C._dispatch_dump("aten::scaled_dot_product_attention") == before
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert torch_sdpa._state.depth == 0

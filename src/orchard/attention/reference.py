@@ -205,17 +205,20 @@ def chunks(tensors: Tensors, options: Options, chunk_bytes: int | None = None) -
     kv_heads, keys = tensors.key.shape[1], tensors.key.shape[2]
     group = heads // kv_heads if kv_heads else 1
     rows_at_once = min(rows, BAND_ROWS) if options.band else rows
-    row_bytes = max(1, group * keys * accumulation_dtype(tensors.query.dtype).itemsize)
+    score_bytes = max(1, keys * accumulation_dtype(tensors.query.dtype).itemsize)
+    row_bytes = group * score_bytes
     head_bytes = row_bytes * max(1, rows_at_once)
     batch_bytes = head_bytes * max(1, kv_heads)
     batch_step = max(1, budget // batch_bytes)
     head_step = kv_heads if batch_bytes <= budget else max(1, budget // head_bytes)
     row_step = rows_at_once if head_bytes <= budget else max(1, budget // row_bytes)
+    group_step = group if row_bytes <= budget else max(1, budget // score_bytes)
     for b in _steps(batch, batch_step):
         for h in _steps(kv_heads, head_step):
-            for i in _steps(rows, row_step):
-                seen = _keys_in_band(options.band, i, keys)
-                yield Chunk(b, slice(h.start * group, h.stop * group), h, i, seen)
+            for g in _steps(group, group_step):  # a part of a group only for a single key head
+                heads_here = slice(h.start * group + g.start, (h.stop - 1) * group + g.stop)
+                for i in _steps(rows, row_step):
+                    yield Chunk(b, heads_here, h, i, _keys_in_band(options.band, i, keys))
 
 
 def _keys_in_band(band: Band | None, rows: slice, keys: int) -> slice:

@@ -71,10 +71,15 @@ def enable() -> None:
         if _state.depth > 1:
             return
         _state.fastpath = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
         _state.library = torch.library.Library("aten", "IMPL")
-        for key in _KEYS:
-            _state.library.impl("scaled_dot_product_attention", _route, key)
+        try:
+            for key in _KEYS:
+                _state.library.impl("scaled_dot_product_attention", _route, key)
+        except BaseException:
+            _state.library._destroy()
+            _state.library, _state.depth = None, 0
+            raise
+        torch.backends.mha.set_fastpath_enabled(False)
         _forget_resolved_kernels()
         _active = compat.routed = True
 
