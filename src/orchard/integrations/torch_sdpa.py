@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.library import Library, get_kernel
 
 from orchard.attention import compat
 from orchard.attention.compat import scaled_dot_product_attention, serve, why_torch
@@ -43,7 +44,7 @@ class _State:
     def __init__(self) -> None:
         self.renew_lock()
         self.depth = 0
-        self.library: torch.library.Library | None = None
+        self.overrides: Library | None = None
         self.fastpath = True
         self.tracer_hooked = False
         # Kernels that a call in another thread may still be entering; torch would free them.
@@ -71,13 +72,13 @@ def enable() -> None:
         if _state.depth > 1:
             return
         _state.fastpath = torch.backends.mha.get_fastpath_enabled()
-        _state.library = torch.library.Library("aten", "IMPL")
+        _state.overrides = Library("aten", "IMPL")
         try:
             for key in _KEYS:
-                _state.library.impl("scaled_dot_product_attention", _route, key)
+                _state.overrides.impl("scaled_dot_product_attention", _route, key)
         except BaseException:
-            _state.library._destroy()
-            _state.library, _state.depth = None, 0
+            _state.overrides._destroy()
+            _state.overrides, _state.depth = None, 0
             raise
         torch.backends.mha.set_fastpath_enabled(False)
         _forget_resolved_kernels()
@@ -94,10 +95,10 @@ def disable() -> None:
         if _state.depth > 0:
             return
         _active = compat.routed = False
-        if _state.library is not None:
-            _state.retired.append([torch.library.get_kernel(_operator, key) for key in _KEYS])
-            _state.library._destroy()
-            _state.library = None
+        if _state.overrides is not None:
+            _state.retired.append([get_kernel(_operator, key) for key in _KEYS])
+            _state.overrides._destroy()
+            _state.overrides = None
             _forget_resolved_kernels()
         torch.backends.mha.set_fastpath_enabled(_state.fastpath)
 
