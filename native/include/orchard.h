@@ -1,0 +1,112 @@
+/* Orchard's native attention: a plain C ABI over CPU kernels.
+ *
+ * Tensors are described, never owned. A call validates its argument struct, computes, and returns
+ * a status; orchard_last_error() then holds a sentence for the calling thread. Any number of
+ * threads may call at once. Nothing is started before the first call. */
+#ifndef ORCHARD_H
+#define ORCHARD_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(_WIN32)
+#define ORCHARD_API __declspec(dllexport)
+#else
+#define ORCHARD_API __attribute__((visibility("default")))
+#endif
+
+#define ORCHARD_ABI_VERSION 1
+#define ORCHARD_MAX_HEAD_DIM 512
+
+/* Status of a call. */
+enum {
+  ORCHARD_OK = 0,
+  ORCHARD_INVALID_ARGUMENT = 1, /* the struct contradicts itself; nothing was written */
+  ORCHARD_UNSUPPORTED = 2,      /* well formed, but beyond these kernels */
+  ORCHARD_OUT_OF_MEMORY = 3,    /* scratch could not be had; outputs are undefined */
+  ORCHARD_WRONG_ABI = 4         /* built against another version of this header */
+};
+
+/* Element types. */
+enum {
+  ORCHARD_FLOAT32 = 0,
+  ORCHARD_FLOAT16 = 1,
+  ORCHARD_BFLOAT16 = 2,
+  ORCHARD_FLOAT64 = 3, /* additive masks only */
+  ORCHARD_BOOL = 4     /* masks only: one byte, 0 or not */
+};
+
+/* A four-dimensional view: element strides, any sign and size that stays inside its memory. */
+typedef struct orchard_tensor {
+  void *data; /* NULL where the tensor is absent */
+  int64_t sizes[4];
+  int64_t strides[4];
+  int32_t dtype;
+  int32_t reserved; /* 0 */
+} orchard_tensor;
+
+/* out = attention(query, key, value).
+ *
+ * query [B, Hq, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv], out [B, Hq, Sq, Dv], all of
+ * one type; mask 1 or full size on each of [B, Hq, Sq, Sk]; lse [B, Hq, Sq, 1] fp32, optional.
+ * Row i sees key j where band_low <= j - i <= band_high; INT64_MIN and INT64_MAX do not bound. */
+typedef struct orchard_forward_args {
+  uint32_t struct_size; /* sizeof(orchard_forward_args) */
+  uint32_t abi_version; /* ORCHARD_ABI_VERSION */
+  orchard_tensor query, key, value, mask, out, lse;
+  int64_t band_low, band_high;
+  const uint32_t *seed;    /* two words, low first; may be NULL without dropout */
+  double scale;            /* of query . key */
+  double softcap;          /* 0: none */
+  uint32_t drop_threshold; /* 16-bit draws below it are dropped; 0: no dropout, at most 65535 */
+  int32_t threads;         /* most threads this call may use; 0: one for each core */
+} orchard_forward_args;
+
+/* Gradients from the operands of a forward, its out and lse, and what arrives at them.
+ *
+ * grad_query, grad_key and grad_value have the type of the operands. grad_mask is optional, fp32,
+ * of the mask's shape. grad_lse is optional, fp32. Outputs are overwritten. */
+typedef struct orchard_backward_args {
+  uint32_t struct_size; /* sizeof(orchard_backward_args) */
+  uint32_t abi_version; /* ORCHARD_ABI_VERSION */
+  orchard_tensor query, key, value, mask, out, lse;
+  orchard_tensor grad_out, grad_lse;
+  orchard_tensor grad_query, grad_key, grad_value, grad_mask;
+  int64_t band_low, band_high;
+  const uint32_t *seed;
+  double scale;
+  double softcap;
+  uint32_t drop_threshold;
+  int32_t threads;
+} orchard_backward_args;
+
+ORCHARD_API uint32_t orchard_abi_version(void);
+
+ORCHARD_API int orchard_attention_forward(const orchard_forward_args *args);
+ORCHARD_API int orchard_attention_backward(const orchard_backward_args *args);
+
+/* Why the last call on this thread failed; "" after a success. Valid until the next call. */
+ORCHARD_API const char *orchard_last_error(void);
+
+/* Instruction sets: names compiled in, best first, separated by commas; which of them this machine
+ * runs; the one in use; a choice (NULL: the best) for every call that begins later. */
+ORCHARD_API const char *orchard_isa_compiled(void);
+ORCHARD_API const char *orchard_isa_available(void);
+ORCHARD_API const char *orchard_isa(void);
+ORCHARD_API int orchard_select_isa(const char *name);
+
+/* Threads that the pool holds now, callers not counted. */
+ORCHARD_API int orchard_pool_threads(void);
+
+/* The kernels' exp2 over an array, in the instruction set in use, for tests of its error. */
+ORCHARD_API void orchard_exp2(const float *x, float *y, size_t count);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

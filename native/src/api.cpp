@@ -1,0 +1,371 @@
+// The exported calls: an argument struct becomes a Problem, or a sentence that says why not.
+#include <float.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <algorithm>
+
+#include "engine.h"
+#include "status.h"
+
+namespace orchard {
+namespace {
+
+thread_local char last_error[512];
+
+constexpr int64_t kMostBand = int64_t{1} << 40;
+constexpr int kMostThreadsAsked = 1024;
+
+struct Shape {
+  int64_t sizes[4];
+};
+
+struct Text {
+  char chars[96];
+};
+
+Text text(const int64_t (&sizes)[4]) {
+  Text result;
+  snprintf(result.chars, sizeof(result.chars), "[%lld, %lld, %lld, %lld]",
+           static_cast<long long>(sizes[0]), static_cast<long long>(sizes[1]),
+           static_cast<long long>(sizes[2]), static_cast<long long>(sizes[3]));
+  return result;
+}
+
+int item_size(int32_t dtype) {
+  switch (dtype) {
+    case ORCHARD_FLOAT32:
+      return 4;
+    case ORCHARD_FLOAT16:
+    case ORCHARD_BFLOAT16:
+      return 2;
+    case ORCHARD_FLOAT64:
+      return 8;
+    case ORCHARD_BOOL:
+      return 1;
+    default:
+      return 0;
+  }
+}
+
+const char *dtype_name(int32_t dtype) {
+  static constexpr const char *kNames[] = {"float32", "float16", "bfloat16", "float64", "bool"};
+  return item_size(dtype) != 0 ? kNames[dtype] : "unknown";
+}
+
+bool absent(const orchard_tensor &tensor) {
+  const int64_t *sizes = tensor.sizes;
+  return tensor.data == nullptr && (sizes[0] | sizes[1] | sizes[2] | sizes[3]) == 0;
+}
+
+bool empty(const orchard_tensor &tensor) {
+  return std::any_of(tensor.sizes, tensor.sizes + 4, [](int64_t size) { return size == 0; });
+}
+
+// Collects the first thing that is wrong; every check after it is a no-op.
+class Check {
+ public:
+  int status() const { return status_; }
+  bool ok() const { return status_ == ORCHARD_OK; }
+
+  // Everything about one tensor that does not depend on the others.
+  void tensor(const char *name, const orchard_tensor &tensor);
+  void dtype(const char *name, const orchard_tensor &tensor, int32_t dtype, const char *why);
+  void shape(const char *name, const orchard_tensor &tensor, const Shape &expected,
+             const char *why);
+  void output(const char *name, const orchard_tensor &tensor);
+  void mask(const orchard_tensor &mask, const Shape &full);
+
+  __attribute__((format(printf, 3, 4))) void fail(int status, const char *format, ...);
+
+ private:
+  int status_ = ORCHARD_OK;
+};
+
+void Check::fail(int status, const char *format, ...) {
+  if (!ok()) return;
+  status_ = status;
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(last_error, sizeof(last_error), format, arguments);
+  va_end(arguments);
+}
+
+void Check::tensor(const char *name, const orchard_tensor &tensor) {
+  const int size = item_size(tensor.dtype);
+  if (tensor.reserved != 0)
+    return fail(ORCHARD_INVALID_ARGUMENT, "%s.reserved is %d; it must be 0", name, tensor.reserved);
+  if (size == 0)
+    return fail(ORCHARD_INVALID_ARGUMENT, "%s.dtype is %d, which no type has", name, tensor.dtype);
+  for (int axis = 0; axis < 4; ++axis) {
+    if (tensor.sizes[axis] < 0 || tensor.sizes[axis] > INT32_MAX)
+      return fail(ORCHARD_INVALID_ARGUMENT,
+                  "%s has sizes %s; sizes[%d] must be between 0 and 2^31 - 1", name,
+                  text(tensor.sizes).chars, axis);
+  }
+  // No empty axis hides a product that a loop over the others would need.
+  int64_t count = 1;
+  for (const int64_t extent : tensor.sizes) {
+    if (__builtin_mul_overflow(count, std::max<int64_t>(extent, 1), &count))
+      return fail(ORCHARD_INVALID_ARGUMENT, "%s has sizes %s; their product must be below 2^63",
+                  name, text(tensor.sizes).chars);
+  }
+  if (empty(tensor)) return;
+  if (tensor.data == nullptr)
+    return fail(ORCHARD_INVALID_ARGUMENT, "%s has sizes %s and data NULL; it must point to them",
+                name, text(tensor.sizes).chars);
+  if (reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(size) != 0)
+    return fail(ORCHARD_INVALID_ARGUMENT, "%s.data must be aligned to its elements of %d bytes",
+                name, size);
+  int64_t below = 0, above = 0;  // bytes to the lowest and to the highest element
+  for (int axis = 0; axis < 4; ++axis) {
+    int64_t bytes = 0;
+    int64_t &end = tensor.strides[axis] < 0 ? below : above;
+    if (__builtin_mul_overflow(tensor.strides[axis], (tensor.sizes[axis] - 1) * size, &bytes) ||
+        __builtin_add_overflow(end, bytes, &end))
+      return fail(ORCHARD_INVALID_ARGUMENT,
+                  "%s has strides %s; no offset in bytes of its elements may reach 2^63", name,
+                  text(tensor.strides).chars);
+  }
+}
+
+void Check::dtype(const char *name, const orchard_tensor &tensor, int32_t dtype, const char *why) {
+  if (tensor.dtype != dtype)
+    fail(ORCHARD_INVALID_ARGUMENT, "%s is %s; it must be %s%s", name, dtype_name(tensor.dtype),
+         dtype_name(dtype), why);
+}
+
+void Check::shape(const char *name, const orchard_tensor &tensor, const Shape &expected,
+                  const char *why) {
+  if (!std::equal(tensor.sizes, tensor.sizes + 4, expected.sizes))
+    fail(ORCHARD_INVALID_ARGUMENT, "%s has sizes %s; they must be %s%s", name,
+         text(tensor.sizes).chars, text(expected.sizes).chars, why);
+}
+
+void Check::output(const char *name, const orchard_tensor &tensor) {
+  if (empty(tensor)) return;
+  for (int axis = 0; axis < 4; ++axis) {
+    if (tensor.sizes[axis] > 1 && tensor.strides[axis] == 0)
+      fail(ORCHARD_INVALID_ARGUMENT,
+           "%s has sizes %s and strides %s; it is written, so no two elements may share memory",
+           name, text(tensor.sizes).chars, text(tensor.strides).chars);
+  }
+}
+
+void Check::mask(const orchard_tensor &mask, const Shape &full) {
+  for (int axis = 0; axis < 4; ++axis) {
+    if (mask.sizes[axis] != 1 && mask.sizes[axis] != full.sizes[axis])
+      fail(ORCHARD_INVALID_ARGUMENT, "mask has sizes %s; each must be 1 or that of %s",
+           text(mask.sizes).chars, text(full.sizes).chars);
+  }
+}
+
+// A stride that is never taken may be any number; kernels see a harmless one.
+orchard_tensor tidy(orchard_tensor tensor, int64_t last_stride) {
+  for (int axis = 0; axis < 4; ++axis)
+    if (tensor.sizes[axis] <= 1 || empty(tensor)) tensor.strides[axis] = axis == 3 ? last_stride : 0;
+  return tensor;
+}
+
+// What forward and backward have in common.
+template <class Args>
+void read_common(const Args &args, Problem &problem, Check &check) {
+  const orchard_tensor &query = args.query, &key = args.key, &value = args.value;
+  if (query.dtype == ORCHARD_FLOAT64 || query.dtype == ORCHARD_BOOL)
+    check.fail(ORCHARD_INVALID_ARGUMENT, "query is %s; it must be float32, float16 or bfloat16",
+               dtype_name(query.dtype));
+  check.tensor("query", query);
+  check.tensor("key", key);
+  check.tensor("value", value);
+  check.tensor("out", args.out);
+  if (!check.ok()) return;
+
+  problem.batch = query.sizes[0];
+  problem.heads = query.sizes[1];
+  problem.rows = query.sizes[2];
+  problem.dim = query.sizes[3];
+  problem.kv_heads = key.sizes[1];
+  problem.keys = key.sizes[2];
+  problem.value_dim = value.sizes[3];
+  problem.dtype = query.dtype;
+  const Shape out{{problem.batch, problem.heads, problem.rows, problem.value_dim}};
+  const Shape rows{{problem.batch, problem.heads, problem.rows, 1}};
+  const Shape scores{{problem.batch, problem.heads, problem.rows, problem.keys}};
+
+  check.dtype("key", key, problem.dtype, ", as query is");
+  check.dtype("value", value, problem.dtype, ", as query is");
+  check.dtype("out", args.out, problem.dtype, ", as query is");
+  check.shape("key", key, {{problem.batch, problem.kv_heads, problem.keys, problem.dim}},
+              ", to go with query");
+  check.shape("value", value, {{problem.batch, problem.kv_heads, problem.keys, problem.value_dim}},
+              ", to go with query and key");
+  check.shape("out", args.out, out, ", to go with query and value");
+
+  if (problem.kv_heads == 0 ? problem.heads != 0 : problem.heads % problem.kv_heads != 0)
+    check.fail(ORCHARD_INVALID_ARGUMENT,
+               "query has %lld heads and key has %lld; the first must be a multiple of the second",
+               static_cast<long long>(problem.heads), static_cast<long long>(problem.kv_heads));
+  if (std::max(problem.dim, problem.value_dim) > ORCHARD_MAX_HEAD_DIM)
+    check.fail(ORCHARD_UNSUPPORTED,
+               "query has head dimension %lld and value %lld; at most %d are served",
+               static_cast<long long>(problem.dim), static_cast<long long>(problem.value_dim),
+               ORCHARD_MAX_HEAD_DIM);
+  problem.group = problem.kv_heads != 0 ? problem.heads / problem.kv_heads : 0;
+
+  if (!absent(args.mask)) {
+    check.tensor("mask", args.mask);
+    check.mask(args.mask, scores);
+    problem.mask = tidy(args.mask, 0);
+  }
+  if (!absent(args.lse)) {
+    check.tensor("lse", args.lse);
+    check.dtype("lse", args.lse, ORCHARD_FLOAT32, "");
+    check.shape("lse", args.lse, rows, ", one for each row of query");
+    problem.lse = tidy(args.lse, 1);
+  }
+  problem.query = tidy(query, 1);
+  problem.key = tidy(key, 1);
+  problem.value = tidy(value, 1);
+  problem.out = tidy(args.out, 1);
+
+  problem.band_low = std::clamp(args.band_low, -kMostBand, kMostBand);
+  problem.band_high = std::clamp(args.band_high, -kMostBand, kMostBand);
+  problem.scale = static_cast<float>(args.scale);
+  problem.softcap = static_cast<float>(args.softcap);
+  if (!isfinite(problem.scale))
+    check.fail(ORCHARD_INVALID_ARGUMENT, "scale is %g; it must be finite in float32", args.scale);
+  if (args.softcap != 0 && !(problem.softcap >= FLT_MIN && problem.softcap <= FLT_MAX))
+    check.fail(ORCHARD_INVALID_ARGUMENT,
+               "softcap is %g; it must be 0, for none, or positive and a normal float32",
+               args.softcap);
+
+  problem.drop_threshold = args.drop_threshold;
+  if (args.drop_threshold > UINT16_MAX)
+    check.fail(ORCHARD_INVALID_ARGUMENT, "drop_threshold is %u; it must be at most 65535",
+               args.drop_threshold);
+  if (args.seed != nullptr)
+    memcpy(problem.seed, args.seed, sizeof(problem.seed));
+  else if (args.drop_threshold != 0)
+    check.fail(ORCHARD_INVALID_ARGUMENT, "seed is NULL; with dropout it must point to two words");
+
+  problem.threads = thread_count(args.threads);
+  if (args.threads < 0 || args.threads > kMostThreadsAsked)
+    check.fail(ORCHARD_INVALID_ARGUMENT, "threads is %d; it must be between 0 and %d", args.threads,
+               kMostThreadsAsked);
+}
+
+void read(const orchard_forward_args &args, Problem &problem, Check &check) {
+  read_common(args, problem, check);
+  check.output("out", args.out);
+  check.output("lse", args.lse);
+}
+
+void read(const orchard_backward_args &args, Problem &problem, Check &check) {
+  read_common(args, problem, check);
+  if (absent(args.lse) && problem.batch * problem.heads * problem.rows != 0)
+    check.fail(ORCHARD_INVALID_ARGUMENT, "lse is absent; the backward needs that of the forward");
+
+  const auto operand = [&](const char *name, const orchard_tensor &given, orchard_tensor &taken,
+                           const char *like_name, const orchard_tensor &like) {
+    check.tensor(name, given);
+    check.dtype(name, given, like.dtype, ", as query is");
+    Shape shape;
+    std::copy(like.sizes, like.sizes + 4, shape.sizes);
+    char why[32];
+    snprintf(why, sizeof(why), ", as %s has", like_name);
+    check.shape(name, given, shape, why);
+    taken = tidy(given, 1);
+  };
+  operand("grad_out", args.grad_out, problem.grad_out, "out", args.out);
+  operand("grad_query", args.grad_query, problem.grad_query, "query", args.query);
+  operand("grad_key", args.grad_key, problem.grad_key, "key", args.key);
+  operand("grad_value", args.grad_value, problem.grad_value, "value", args.value);
+  check.output("grad_query", args.grad_query);
+  check.output("grad_key", args.grad_key);
+  check.output("grad_value", args.grad_value);
+
+  if (!absent(args.grad_lse)) {
+    check.tensor("grad_lse", args.grad_lse);
+    check.dtype("grad_lse", args.grad_lse, ORCHARD_FLOAT32, "");
+    check.shape("grad_lse", args.grad_lse, {{problem.batch, problem.heads, problem.rows, 1}},
+                ", one for each row of query");
+    problem.grad_lse = tidy(args.grad_lse, 1);
+  }
+  if (!absent(args.grad_mask)) {
+    check.tensor("grad_mask", args.grad_mask);
+    check.dtype("grad_mask", args.grad_mask, ORCHARD_FLOAT32, "");
+    if (absent(args.mask) || args.mask.dtype == ORCHARD_BOOL)
+      check.fail(ORCHARD_INVALID_ARGUMENT, "grad_mask is given; it needs an additive mask, not %s",
+                 absent(args.mask) ? "none" : "a bool one");
+    Shape shape;
+    std::copy(args.mask.sizes, args.mask.sizes + 4, shape.sizes);
+    check.shape("grad_mask", args.grad_mask, shape, ", as mask has");
+    check.output("grad_mask", args.grad_mask);
+    problem.grad_mask = tidy(args.grad_mask, 0);
+  }
+}
+
+// The two words that every version of the struct begins with.
+template <class Args>
+int check_abi(const Args *args) {
+  if (args == nullptr) return fail(ORCHARD_INVALID_ARGUMENT, "args is NULL");
+  if (args->struct_size != sizeof(Args))
+    return fail(ORCHARD_WRONG_ABI, "struct_size is %u; in this library it is %zu",
+                args->struct_size, sizeof(Args));
+  if (args->abi_version != ORCHARD_ABI_VERSION)
+    return fail(ORCHARD_WRONG_ABI, "abi_version is %u; this library has %d", args->abi_version,
+                ORCHARD_ABI_VERSION);
+  return ORCHARD_OK;
+}
+
+template <class Args>
+int call(const Args *args, int (*Kernels::*kernel)(const Problem &) noexcept) {
+  if (const int status = check_abi(args); status != ORCHARD_OK) return status;
+  Problem problem{};
+  Check check;
+  read(*args, problem, check);
+  if (!check.ok()) return check.status();
+  const Kernels &kernels = current_kernels();
+  const int status = (kernels.*kernel)(problem);
+  if (status == ORCHARD_OK) return succeed();
+  if (status == ORCHARD_OUT_OF_MEMORY)
+    return fail(status, "memory for scratch could not be allocated; nothing was written");
+  return fail(status, "the %s kernels do not serve this problem", kernels.name);
+}
+
+}  // namespace
+
+int succeed() noexcept {
+  last_error[0] = '\0';
+  return ORCHARD_OK;
+}
+
+int fail(int status, const char *format, ...) noexcept {
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(last_error, sizeof(last_error), format, arguments);
+  va_end(arguments);
+  return status;
+}
+
+}  // namespace orchard
+
+uint32_t orchard_abi_version(void) { return ORCHARD_ABI_VERSION; }
+
+int orchard_attention_forward(const orchard_forward_args *args) {
+  return orchard::call(args, &orchard::Kernels::forward);
+}
+
+int orchard_attention_backward(const orchard_backward_args *args) {
+  return orchard::call(args, &orchard::Kernels::backward);
+}
+
+const char *orchard_last_error(void) { return orchard::last_error; }
+
+int orchard_pool_threads(void) { return orchard::pool_threads(); }
+
+void orchard_exp2(const float *x, float *y, size_t count) {
+  orchard::current_kernels().exp2(x, y, count);
+}

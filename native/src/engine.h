@@ -1,0 +1,37 @@
+// A validated call, and the table of functions that one instruction set offers for it.
+#pragma once
+
+#include "orchard.h"
+#include "pool.h"
+
+namespace orchard {
+
+struct Problem {
+  orchard_tensor query, key, value, mask, out, lse;
+  orchard_tensor grad_out, grad_lse, grad_query, grad_key, grad_value, grad_mask;
+  int64_t batch, heads, kv_heads, group, rows, keys, dim, value_dim;
+  int64_t band_low, band_high;  // clamped to +-(2^40)
+  float scale, softcap;
+  uint32_t drop_threshold, seed[2];
+  int threads;
+  int32_t dtype;
+};
+
+struct Kernels {
+  const char *name;
+  int (*forward)(const Problem &problem) noexcept;   // a status
+  int (*backward)(const Problem &problem) noexcept;  // a status
+  void (*exp2)(const float *x, float *y, size_t count) noexcept;
+};
+
+// One for each compiled instruction set; src/isa.cpp chooses among them.
+const Kernels &kernels_avx512_bf16() noexcept;
+const Kernels &kernels_avx512() noexcept;
+const Kernels &kernels_avx2() noexcept;
+const Kernels &kernels_neon_bf16() noexcept;
+const Kernels &kernels_neon() noexcept;
+const Kernels &kernels_portable() noexcept;
+
+const Kernels &current_kernels() noexcept;
+
+}  // namespace orchard

@@ -1,0 +1,371 @@
+// Forward attention: tiles of keys against panels of rows, with an online softmax.
+//
+// A panel holds its rows in the lanes of vectors: scores are [key][row], so a row's maximum and
+// sum need no step across lanes, and what a row computes never depends on its neighbours.
+#pragma once
+
+#include "scores.h"
+
+namespace orchard::ORCHARD_ISA {
+
+constexpr int64_t kSplitKeys = 1024;    // keys of one task where few rows meet many keys
+constexpr int64_t kSplitRows = kPanel;  // the most rows for which keys are split
+constexpr int64_t kDecodeRows = 4;      // the most rows that go without panels
+constexpr int64_t kMaxBlockPanels = 8;
+
+ORCHARD_INLINE int64_t forward_tile(int64_t dim, int64_t value_dim) {
+  return larger_of(dim, value_dim) <= 128 ? 128 : 64;
+}
+
+// How a call is cut into tasks. Nothing here changes a row's bits but `split_keys`, which depends
+// on the rows and keys of one head alone.
+struct Forward {
+  const Problem &p;
+  Scoring how;
+  bool by_group;  // short rows of all query heads of a key head form one unit
+  int64_t units, unit_rows, block_rows, blocks, splits, split_keys, tile;
+  float *partial = nullptr;  // [unit][split][row]: top, total, value_dim sums
+
+  Forward(const Problem &problem, bool pairs) : p(problem), how(problem, pairs) {
+    by_group = p.group > 1 && p.rows < kPanel;
+    units = p.batch * (by_group ? p.kv_heads : p.heads);
+    unit_rows = by_group ? p.rows * p.group : p.rows;
+    tile = forward_tile(p.dim, p.value_dim);
+    const bool split = unit_rows <= kSplitRows && p.keys > kSplitKeys;
+    split_keys = split ? kSplitKeys : larger_of(p.keys, 1);
+    splits = larger_of(1, (p.keys + split_keys - 1) / split_keys);
+    // Enough tasks to go round, each large enough to make packing the keys worth it.
+    const int64_t wanted = 4 * larger_of(p.threads, 1);
+    int64_t panels = kMaxBlockPanels;
+    while (panels > 2 && units * ((unit_rows + panels * kPanel - 1) / (panels * kPanel)) < wanted)
+      --panels;
+    block_rows = panels * kPanel;
+    blocks = (unit_rows + block_rows - 1) / block_rows;
+  }
+
+  int64_t tasks() const { return units * blocks * splits; }
+  bool decode() const { return unit_rows <= kDecodeRows; }
+  int64_t partial_row() const { return 2 + p.value_dim; }
+  float *partial_at(int64_t unit, int64_t split, int64_t row) const {
+    return partial + ((unit * splits + split) * unit_rows + row) * partial_row();
+  }
+};
+
+// Scratch of one thread.
+struct ForwardScratch {
+  uint32_t *query;      // [panel][word][kPanel]; decode: [row][dim] fp32
+  float *sums;          // [panel][value_dim][kPanel]; decode: [row][value_dim]
+  float *top, *total;   // [panel][kPanel]
+  float *factor;        // [kPanel]: what sums so far are multiplied by
+  uint32_t *key, *value;  // one tile of each
+  float *scores;        // [key][kPanel]
+  float *mask, *mask_rows;
+  float *rows;          // kLanes rows of the widest kind
+  Panel *panels;
+  size_t bytes;
+
+  ForwardScratch(const Forward &f, void *base) {
+    const Problem &p = f.p;
+    Carver carve{base};
+    const int64_t panels_here = (smaller_of(f.block_rows, f.unit_rows) + kPanel - 1) / kPanel;
+    const int64_t wide = round_up(p.dim, 16), value_wide = round_up(p.value_dim, 16);
+    query = carve.take<uint32_t>(panels_here * wide * kPanel);
+    sums = carve.take<float>(panels_here * value_wide * kPanel);
+    top = carve.take<float>(panels_here * kPanel);
+    total = carve.take<float>(panels_here * kPanel);
+    factor = carve.take<float>(kPanel);
+    key = carve.take<uint32_t>(f.tile * wide);
+    value = carve.take<uint32_t>(f.tile * value_wide);
+    scores = carve.take<float>(f.tile * kPanel);
+    const int64_t masked = p.mask.data != nullptr ? f.tile : 0;
+    mask = carve.take<float>(masked * kPanel);
+    mask_rows = carve.take<float>(masked * kLanes);
+    rows = carve.take<float>(kLanes * larger_of(wide, value_wide));
+    panels = carve.take<Panel>(panels_here);
+    bytes = carve.used;
+  }
+};
+
+// Where a unit's row lies: its batch entry, head and row.
+struct Place {
+  int64_t batch, head, row;
+
+  Place(const Forward &f, int64_t unit, int64_t r) {
+    if (f.by_group) {
+      batch = unit / f.p.kv_heads;
+      head = unit % f.p.kv_heads * f.p.group + r / f.p.rows;
+      row = r % f.p.rows;
+    } else {
+      batch = unit / f.p.heads;
+      head = unit % f.p.heads;
+      row = r;
+    }
+  }
+};
+
+static void lay_out_panel(const Forward &f, int64_t unit, int64_t r0, int64_t count, Panel &panel) {
+  panel.count = count;
+  panel.first = INT64_MAX;
+  panel.last = 0;
+  for (int64_t lane = 0; lane < kPanel; ++lane) {
+    const Place at(f, unit, r0 + smaller_of(lane, count - 1));
+    panel.row[lane] = (int32_t)at.row;
+    panel.head[lane] = (int32_t)at.head;
+    panel.plane[lane] = (uint32_t)(at.batch * f.p.heads + at.head);
+    panel.first = smaller_of(panel.first, at.row);
+    panel.last = larger_of(panel.last, at.row);
+  }
+}
+
+// Rows of one panel as columns, rows past its count as zeros.
+template <bool kPairs>
+static void pack_panel(const orchard_tensor &t, int64_t batch, const Panel &panel, uint32_t sign,
+                       int64_t dim, uint32_t *rows, uint32_t *to) {
+  const int64_t words = words_of<kPairs>(dim), ld = round_up(words, kLanes);
+  for (int v = 0; v < panel.vectors(); ++v) {
+    for (int r = 0; r < kLanes; ++r) {
+      const int64_t lane = v * kLanes + r;
+      if (lane < panel.count)
+        pack_row<kPairs>(row_at(t, batch, panel.head[lane], panel.row[lane]), t.strides[3], t.dtype,
+                         dim, words, rows + r * ld);
+      else
+        memset(rows + r * ld, 0, (size_t)words * 4);
+    }
+    if (sign != 0)
+      for (int64_t i = 0; i < kLanes * ld; ++i) rows[i] ^= sign;
+    transpose_rows(rows, ld, words, to + v * kLanes);
+  }
+}
+
+// Scores of `count` keys from `key` on into probabilities relative to the rows' new maximum, in
+// place; kPairs leaves them as bf16 pairs of keys. Updates top and total, and says in `factor`
+// what the sums so far have to be multiplied by.
+template <bool kPairs, int kVectors>
+static void softmax(const Problem &p, const Scoring &how, const Panel &panel, int64_t key,
+                    int64_t count, float *scores, const float *mask, float *top, float *total,
+                    float *factor) {
+  if (how.general) {
+    for (int64_t j = 0; j < count; ++j) {
+      for (int v = 0; v < kVectors; ++v) {
+        float *at = scores + j * kPanel + v * kLanes;
+        Floats slope;
+        store(at, shape(p, how, load(at), mask ? mask + j * kPanel + v * kLanes : nullptr, &slope));
+      }
+    }
+  }
+  if (cut_by_band(how, panel, key) || cut_by_band(how, panel, key + count - 1)) {
+    for (int64_t j = 0; j < count; ++j) {
+      if (!cut_by_band(how, panel, key + j)) continue;
+      for (int v = 0; v < kVectors; ++v) {
+        float *at = scores + j * kPanel + v * kLanes;
+        const Ints seen = in_band(how, load_as<Ints>(panel.row + v * kLanes), key + j);
+        store(at, select(seen, load(at), splat(-kInfinity)));
+      }
+    }
+  }
+
+  Floats best[kVectors], shift[kVectors], sum[kVectors];
+  for (int v = 0; v < kVectors; ++v) best[v] = splat(-kInfinity);
+  for (int64_t j = 0; j < count; ++j)
+    for (int v = 0; v < kVectors; ++v)
+      best[v] = larger(load(scores + j * kPanel + v * kLanes), best[v]);
+  for (int v = 0; v < kVectors; ++v) {
+    const Floats before = load(top + v * kLanes);
+    const Floats now = larger(best[v] * how.factor, before);
+    shift[v] = select(now == splat(-kInfinity), splat(0.0f), now);
+    store(top + v * kLanes, now);
+    store(factor + v * kLanes, exp2(before - shift[v]));
+    sum[v] = splat(0.0f);
+  }
+
+  const auto probability = [&](int64_t j, int v) __attribute__((always_inline)) {
+    return exp2(load(scores + j * kPanel + v * kLanes) * how.factor - shift[v]);
+  };
+  if (p.drop_threshold != 0) {
+    for (int64_t group = 0; group < count; group += 8) {
+      for (int v = 0; v < kVectors; ++v) {
+        Words drawn[4];
+        draw((uint32_t)((key + group) / 8), load_as<Words>(panel.row + v * kLanes),
+             load_as<Words>(panel.plane + v * kLanes), p.seed, drawn);
+        Floats held[8] = {};
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) {
+          if (group + j >= count) break;
+          const Floats e = probability(group + j, v);
+          sum[v] += e;
+          held[j] = select(kept(drawn, j, p.drop_threshold), e, splat(0.0f));
+        }
+        // Pairs shrink towards the front, where this group's scores have been read already.
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) {
+          if constexpr (kPairs) {
+            if (j % 2 == 0)
+              store(scores + (group + j) / 2 * kPanel + v * kLanes, pair_bf16(held[j], held[j + 1]));
+          } else {
+            if (group + j < count) store(scores + (group + j) * kPanel + v * kLanes, held[j]);
+          }
+        }
+      }
+    }
+  } else if constexpr (kPairs) {
+    int64_t j = 0;
+    for (; j + 2 <= count; j += 2) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const Floats a = probability(j, v), b = probability(j + 1, v);
+        sum[v] += a;
+        sum[v] += b;
+        store(scores + j / 2 * kPanel + v * kLanes, pair_bf16(a, b));
+      }
+    }
+    if (j < count) {
+      for (int v = 0; v < kVectors; ++v) {
+        const Floats a = probability(j, v);
+        sum[v] += a;
+        store(scores + j / 2 * kPanel + v * kLanes, pair_bf16(a, splat(0.0f)));
+      }
+    }
+  } else {
+    for (int64_t j = 0; j < count; ++j) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const Floats e = probability(j, v);
+        sum[v] += e;
+        store(scores + j * kPanel + v * kLanes, e);
+      }
+    }
+  }
+  for (int v = 0; v < kVectors; ++v)
+    store(total + v * kLanes, load(total + v * kLanes) * load(factor + v * kLanes) + sum[v]);
+}
+
+// Keys and values of one tile; keys past the tile's end up to a multiple of 8 are zeros.
+template <bool kPairs>
+static void pack_tile(const Forward &f, const ForwardScratch &s, int64_t batch, int64_t kv_head,
+                      int64_t key, int64_t count) {
+  const Problem &p = f.p;
+  const int64_t words = words_of<kPairs>(p.dim), wide = round_up(p.value_dim, kTileRows);
+  for (int64_t j = 0; j < count; ++j)
+    pack_row<kPairs>(row_at(p.key, batch, kv_head, key + j), p.key.strides[3], p.dtype, p.dim, words,
+                     s.key + j * words);
+  memset(s.key + count * words, 0, (size_t)((round_up(count, 8) - count) * words) * 4);
+  const auto value_row = [&](int64_t j) { return row_at(p.value, batch, kv_head, key + j); };
+  if constexpr (kPairs) {
+    uint16_t *low = (uint16_t *)s.rows, *high = low + wide;
+    const bool plain = p.value.strides[3] == 1 && p.value_dim == wide;
+    for (int64_t j = 0; j < count; j += 2) {
+      const uint16_t *a = (const uint16_t *)value_row(j), *b = high;
+      if (plain) {
+        if (j + 1 < count) b = (const uint16_t *)value_row(j + 1);
+      } else {
+        copy_halves((const char *)a, p.value.strides[3], p.value_dim, wide, low);
+        if (j + 1 < count)
+          copy_halves(value_row(j + 1), p.value.strides[3], p.value_dim, wide, high);
+        a = low;
+      }
+      if (j + 1 == count) memset(high, 0, (size_t)wide * 2);
+      interleave(a, b, wide, s.value + j / 2 * wide);
+    }
+  } else {
+    for (int64_t j = 0; j < count; ++j)
+      pack_row<false>(value_row(j), p.value.strides[3], p.dtype, p.value_dim, wide,
+                      s.value + j * wide);
+  }
+}
+
+static void write_finished(const Forward &f, int64_t unit, int64_t r, float top, float total,
+                           float *sums) {
+  const Problem &p = f.p;
+  const Place at(f, unit, r);
+  const float factor = f.how.keep_scale / total;
+  for (int64_t d = 0; d < p.value_dim; ++d) sums[d] = total == 0 ? 0.0f : sums[d] * factor;
+  write_row(sums, (char *)row_at(p.out, at.batch, at.head, at.row), p.out.strides[3], p.out.dtype,
+            p.value_dim);
+  if (p.lse.data != nullptr)
+    *(float *)row_at(p.lse, at.batch, at.head, at.row) =
+        total == 0 ? -kInfinity : top * kLn2 + __builtin_logf(total);
+}
+
+// A row whose keys are done: out and lse, or a partial result where the keys are split.
+static void finish_row(const Forward &f, int64_t unit, int64_t split, int64_t r, float top,
+                       float total, float *sums) {
+  if (f.splits == 1) return write_finished(f, unit, r, top, total, sums);
+  float *to = f.partial_at(unit, split, r);
+  to[0] = top;
+  to[1] = total;
+  memcpy(to + 2, sums, (size_t)f.p.value_dim * 4);
+}
+
+// The keys of one split that a run of rows sees.
+struct Span {
+  int64_t begin, end;
+
+  Span(const Forward &f, int64_t split, int64_t first_row, int64_t last_row) {
+    begin = larger_of(f.how.first_key(first_row), split * f.split_keys);
+    end = smaller_of(f.how.end_key(last_row, f.p.keys), (split + 1) * f.split_keys);
+  }
+};
+
+template <bool kPairs>
+static void forward_block(const Forward &f, int64_t unit, int64_t block, int64_t split,
+                          const ForwardScratch &s) {
+  const Problem &p = f.p;
+  const int64_t r0 = block * f.block_rows, rows = smaller_of(f.block_rows, f.unit_rows - r0);
+  const int64_t panels = (rows + kPanel - 1) / kPanel;
+  const int64_t words = words_of<kPairs>(p.dim), wide = round_up(p.value_dim, kTileRows);
+  const int64_t query_panel = words * kPanel, sums_panel = wide * kPanel;
+  const Place origin(f, unit, r0);
+  const int64_t batch = origin.batch, kv_head = origin.head / p.group;
+
+  int64_t first_row = INT64_MAX, last_row = 0;
+  for (int64_t n = 0; n < panels; ++n) {
+    Panel &panel = s.panels[n];
+    lay_out_panel(f, unit, r0 + n * kPanel, smaller_of(kPanel, rows - n * kPanel), panel);
+    pack_panel<kPairs>(p.query, batch, panel, f.how.sign, p.dim, (uint32_t *)s.rows,
+                       s.query + n * query_panel);
+    first_row = smaller_of(first_row, panel.first);
+    last_row = larger_of(last_row, panel.last);
+  }
+  memset(s.sums, 0, (size_t)(panels * sums_panel) * 4);
+  memset(s.total, 0, (size_t)(panels * kPanel) * 4);
+  for (int64_t i = 0; i < panels * kPanel; ++i) s.top[i] = -kInfinity;
+
+  const Span all(f, split, first_row, last_row);
+  for (int64_t key = all.begin / f.tile * f.tile; key < all.end; key += f.tile) {
+    const int64_t count = smaller_of(f.tile, smaller_of(p.keys, (split + 1) * f.split_keys) - key);
+    pack_tile<kPairs>(f, s, batch, kv_head, key, count);
+    for (int64_t n = 0; n < panels; ++n) {
+      const Panel &panel = s.panels[n];
+      const Span seen(f, split, panel.first, panel.last);
+      const int64_t begin = larger_of(0, seen.begin - key) / 8 * 8;
+      const int64_t here = smaller_of(count, seen.end - key) - begin;
+      if (here <= 0) continue;
+      const float *mask = nullptr;
+      if (p.mask.data != nullptr) {
+        if (!read_mask(p, f.how, panel, batch, key + begin, here, s.mask, s.mask_rows)) continue;
+        mask = s.mask;
+      }
+      multiply<kPairs, false, Into::store>(round_up(here, kTileRows), panel.vectors(), words,
+                                           s.key + begin * words, words,
+                                           s.query + n * query_panel, kPanel, s.scores, kPanel);
+      float *top = s.top + n * kPanel, *total = s.total + n * kPanel;
+      if (panel.vectors() == 2)
+        softmax<kPairs, 2>(p, f.how, panel, key + begin, here, s.scores, mask, top, total, s.factor);
+      else
+        softmax<kPairs, 1>(p, f.how, panel, key + begin, here, s.scores, mask, top, total, s.factor);
+      multiply<kPairs, true, Into::scale_add>(
+          wide, panel.vectors(), words_of<kPairs>(here), s.value + words_of<kPairs>(begin) * wide,
+          wide, (const uint32_t *)s.scores, kPanel, s.sums + n * sums_panel, kPanel, s.factor);
+    }
+  }
+
+  const int64_t ld = round_up(p.value_dim, kLanes);
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    const int64_t n = r / kPanel, lane = r % kPanel;
+    transpose_columns(s.sums + n * sums_panel + lane, kPanel, p.value_dim, s.rows, ld);
+    for (int64_t i = 0; i < smaller_of(kLanes, rows - r); ++i)
+      finish_row(f, unit, split, r0 + r + i, s.top[r + i], s.total[r + i], s.rows + i * ld);
+  }
+}
+
+}  // namespace orchard::ORCHARD_ISA

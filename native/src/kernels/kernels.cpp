@@ -1,0 +1,105 @@
+// Everything that is compiled once for each instruction set.
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // inside the compiler's own intrinsics
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+#include "backward.h"
+#include "decode.h"
+
+namespace orchard::ORCHARD_ISA {
+
+template <bool kPairs>
+static void forward_task(void *context, int64_t index, void *scratch) {
+  const Forward &f = *(const Forward *)context;
+  const ForwardScratch s(f, scratch);
+  const int64_t split = index % f.splits, rest = index / f.splits;
+  // Under a causal band the last rows have the most keys: they go first.
+  const int64_t unit = rest / f.blocks, block = f.blocks - 1 - rest % f.blocks;
+  if (f.decode())
+    decode_unit(f, unit, split, s);
+  else
+    forward_block<kPairs>(f, unit, block, split, s);
+}
+
+static void combine_task(void *context, int64_t unit, void *scratch) {
+  const Forward &f = *(const Forward *)context;
+  for (int64_t r = 0; r < f.unit_rows; ++r) combine_row(f, unit, r, (float *)scratch);
+}
+
+static int forward(const Problem &p) noexcept {
+  if (p.batch == 0 || p.heads == 0 || p.rows == 0) return ORCHARD_OK;
+  const bool pairs = kHasPairs && p.dtype == ORCHARD_BFLOAT16;
+  Forward f(p, pairs);
+  if (f.splits > 1) {
+    f.partial = (float *)allocate((size_t)(f.units * f.splits * f.unit_rows * f.partial_row()) * 4);
+    if (f.partial == nullptr) return ORCHARD_OUT_OF_MEMORY;
+  }
+  const size_t bytes = ForwardScratch(f, nullptr).bytes;
+  const Task task = pairs ? forward_task<kHasPairs> : forward_task<false>;
+  bool done = parallel_for(f.tasks(), p.threads, bytes, task, &f);
+  if (done && f.splits > 1)
+    done = parallel_for(f.units, p.threads, (size_t)p.value_dim * 4 + 64, combine_task, &f);
+  if (f.partial != nullptr) release(f.partial);
+  return done ? ORCHARD_OK : ORCHARD_OUT_OF_MEMORY;
+}
+
+static void prepare_task(void *context, int64_t index, void *scratch) {
+  const Backward &w = *(const Backward *)context;
+  prepare_block(w, index / w.blocks, index % w.blocks, (float *)scratch);
+}
+
+static void clear_mask_task(void *context, int64_t index, void *) {
+  const orchard_tensor &t = ((const Backward *)context)->p.grad_mask;
+  const int64_t rows = t.sizes[2], b = index / rows / t.sizes[1], h = index / rows % t.sizes[1];
+  float *row = (float *)row_at(t, b, h, index % rows);
+  for (int64_t j = 0; j < t.sizes[3]; ++j) row[j * t.strides[3]] = 0.0f;
+}
+
+template <bool kPairs>
+static void backward_task(void *context, int64_t index, void *scratch) {
+  const Backward &w = *(const Backward *)context;
+  const BackwardScratch s = BackwardScratch::carve<kPairs>(w, scratch);
+  backward_chunk<kPairs>(w, s, index / w.chunks, index % w.chunks);
+}
+
+static int backward(const Problem &p) noexcept {
+  const bool pairs = kHasPairs && p.dtype == ORCHARD_BFLOAT16;
+  Backward w(p, pairs);
+  w.carve(nullptr);
+  void *memory = allocate(w.bytes);
+  if (memory == nullptr) return ORCHARD_OUT_OF_MEMORY;
+  memset(memory, 0, w.carve(memory));
+  for (int64_t unit = 0; unit < w.units; ++unit) w.remaining[unit] = (uint32_t)w.chunks;
+
+  const int64_t wide = round_up(larger_of(p.dim, p.value_dim), 16);
+  bool done = parallel_for(p.batch * p.heads * w.blocks, p.threads, (size_t)wide * 8 + 64,
+                           prepare_task, &w);
+  if (p.grad_mask.data != nullptr)
+    done = done && parallel_for(p.grad_mask.sizes[0] * p.grad_mask.sizes[1] * p.grad_mask.sizes[2],
+                                p.threads, 0, clear_mask_task, &w);
+  const size_t bytes = pairs ? BackwardScratch::carve<kHasPairs>(w, nullptr).bytes
+                             : BackwardScratch::carve<false>(w, nullptr).bytes;
+  const Task task = pairs ? backward_task<kHasPairs> : backward_task<false>;
+  done = done && parallel_for(w.units * w.chunks, p.threads, bytes, task, &w);
+  release(memory);
+  return done ? ORCHARD_OK : ORCHARD_OUT_OF_MEMORY;
+}
+
+static void exp2_all(const float *x, float *y, size_t count) noexcept {
+  for (size_t i = 0; i < count; ++i) y[i] = exp2(splat(x[i]))[0];
+}
+
+}  // namespace orchard::ORCHARD_ISA
+
+#define ORCHARD_JOIN_(a, b) a##b
+#define ORCHARD_JOIN(a, b) ORCHARD_JOIN_(a, b)
+#define ORCHARD_TEXT_(a) #a
+#define ORCHARD_TEXT(a) ORCHARD_TEXT_(a)
+
+const orchard::Kernels &orchard::ORCHARD_JOIN(kernels_, ORCHARD_ISA)() noexcept {
+  namespace here = orchard::ORCHARD_ISA;
+  static const Kernels table = {ORCHARD_TEXT(ORCHARD_ISA), here::forward, here::backward, here::exp2_all};
+  return table;
+}
