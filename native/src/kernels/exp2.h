@@ -9,14 +9,13 @@ namespace orchard::ORCHARD_ISA {
 // or the subnormal; from 127.5 on inf; exp2(0) is 1 exactly, and NaN stays NaN.
 ORCHARD_INLINE Floats exp2(Floats x) {
 #if defined(__AVX512F__)
-  const Floats low = splat(-200.0f);
-  const Floats clamped = x < low ? low : x;
+  const Floats clamped = larger(splat(-200.0f), x);  // x where it is NaN
   const Floats whole =
       (Floats)_mm512_roundscale_ps((__m512)clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const Floats f = clamped - whole;
 #else
-  const Floats low = splat(-127.0f), high = splat(128.0f);
-  Floats clamped = x < low ? low : x;
+  const Floats high = splat(128.0f);
+  Floats clamped = larger(splat(-127.0f), x);  // x where it is NaN
   clamped = clamped > high ? high : clamped;
   const Floats magic = splat(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
   const Floats shifted = clamped + magic;

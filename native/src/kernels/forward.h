@@ -14,7 +14,8 @@ constexpr int64_t kDecodeRows = 4;      // the most rows that go without panels
 constexpr int64_t kMaxBlockPanels = 8;
 
 ORCHARD_INLINE int64_t forward_tile(int64_t dim, int64_t value_dim) {
-  return larger_of(dim, value_dim) <= 128 ? 128 : 64;
+  const int64_t wide = larger_of(dim, value_dim);
+  return wide <= 128 ? 128 : 64;
 }
 
 // How a call is cut into tasks. Nothing here changes a row's bits but `split_keys`, which depends

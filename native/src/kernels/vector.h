@@ -72,7 +72,7 @@ ORCHARD_INLINE Floats select(Ints condition, Floats yes, Floats no) {
   return condition ? yes : no;
 }
 
-// a where a > b, else b: a NaN in `a` is passed over.
+// a where a > b, else b: of two of which one is NaN, b.
 ORCHARD_INLINE Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return _mm512_max_ps(a, b);
