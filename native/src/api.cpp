@@ -165,7 +165,8 @@ void Check::mask(const orchard_tensor &mask, const Shape &full) {
 // A stride that is never taken may be any number; kernels see a harmless one.
 orchard_tensor tidy(orchard_tensor tensor, int64_t last_stride) {
   for (int axis = 0; axis < 4; ++axis)
-    if (tensor.sizes[axis] <= 1 || empty(tensor)) tensor.strides[axis] = axis == 3 ? last_stride : 0;
+    if (tensor.sizes[axis] <= 1 || empty(tensor))
+      tensor.strides[axis] = axis == 3 ? last_stride : 0;
   return tensor;
 }
 

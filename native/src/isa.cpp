@@ -43,8 +43,8 @@ X86 x86() {
   if ((state & 0x6) != 0x6 || __get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return found;
   const uint32_t subleaves = a;
   found.avx2 = has(b, 5);
-  found.avx512 = found.avx2 && (state & 0xe0) == 0xe0 && has(b, 16) && has(b, 17) && has(b, 30) &&
-                 has(b, 31);
+  found.avx512 =
+      found.avx2 && (state & 0xe0) == 0xe0 && has(b, 16) && has(b, 17) && has(b, 30) && has(b, 31);
   const bool vnni = has(c, 11);
   if (found.avx512 && vnni && subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0)
     found.avx512_bf16 = has(a, 5);
@@ -161,6 +161,7 @@ int orchard_select_isa(const char *name) {
     chosen.store(&variant, std::memory_order_relaxed);
     return succeed();
   }
-  return fail(ORCHARD_INVALID_ARGUMENT, "no instruction set '%.40s' is compiled in; this machine runs %s",
-              name, machine.available);
+  return fail(ORCHARD_INVALID_ARGUMENT,
+              "no instruction set '%.40s' is compiled in; this machine runs %s", name,
+              machine.available);
 }

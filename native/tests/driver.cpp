@@ -283,12 +283,8 @@ std::string run_case(const Case &what, int32_t dtype, const Options &options) {
       const char *side = edge == Edge::kEnd ? " at the end" : " at the beginning";
       now_running(what.name + ", " + dtype_name(dtype) + ", " + isa + side);
       const int threads = edge == Edge::kEnd ? 1 : 3;
-      std::string found = call.forward(threads);
-      if (found.empty()) found = call.compare_forward();
-      if (what.backward) {
-        std::string next = call.backward(threads);
-        found += next.empty() ? call.compare_backward() : next;
-      }
+      std::string found = call.forward_and_compare(threads);
+      if (what.backward) found += call.backward_and_compare(threads);
       if (!found.empty()) defects += "[" + isa + side + "] " + found;
     }
   }

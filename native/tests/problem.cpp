@@ -13,16 +13,18 @@
 namespace orchard_test {
 namespace {
 
-char running[256];
-struct sigaction previous[2];  // a sanitizer's handler prints where it happened
+char running[1024];
+struct sigaction previous[3];  // a sanitizer's handler prints where it happened
+constexpr int kSignals[3] = {SIGSEGV, SIGBUS, SIGALRM};
 
 void fault(int signal, siginfo_t *info, void *context) {
-  const char text[] = "\nFAULT while running ";
-  (void)!write(2, text, sizeof text - 1);
+  const char *text = signal == SIGALRM ? "\nHANG while running " : "\nFAULT while running ";
+  (void)!write(2, text, strlen(text));
   (void)!write(2, running, strlen(running));
   (void)!write(2, "\n", 1);
-  const struct sigaction &before = previous[signal == SIGBUS];
-  if (before.sa_flags & SA_SIGINFO) before.sa_sigaction(signal, info, context);
+  for (int at = 0; at < 3; ++at)
+    if (kSignals[at] == signal && (previous[at].sa_flags & SA_SIGINFO) != 0)
+      previous[at].sa_sigaction(signal, info, context);
   _exit(1);
 }
 
@@ -179,6 +181,16 @@ void Call::save() {
   saved_lse.forbid_writing();
 }
 
+std::string Call::forward_and_compare(int threads) {
+  const std::string defects = forward(threads);
+  return defects.empty() ? compare_forward() : defects;
+}
+
+std::string Call::backward_and_compare(int threads) {
+  const std::string defects = backward(threads);
+  return defects.empty() ? compare_backward() : defects;
+}
+
 std::string Call::compare_forward() const {
   return compare("out", out.view(), forward_.out) + compare("lse", lse.view(), forward_.lse);
 }
@@ -209,8 +221,7 @@ void report_faults() {
   struct sigaction action {};
   action.sa_sigaction = fault;
   action.sa_flags = SA_SIGINFO;
-  sigaction(SIGSEGV, &action, &previous[0]);
-  sigaction(SIGBUS, &action, &previous[1]);
+  for (int at = 0; at < 3; ++at) sigaction(kSignals[at], &action, &previous[at]);
 }
 
 void now_running(const std::string &what) {

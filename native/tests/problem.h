@@ -43,8 +43,8 @@ class Call {
   // The reference, its out and lse then given to backward in place of the kernel's own.
   void expect();
   void expect_as(const Call &other);  // of the same case and seed
-  std::string compare_forward() const;
-  std::string compare_backward() const;
+  std::string forward_and_compare(int threads);
+  std::string backward_and_compare(int threads);
 
   std::vector<std::vector<uint8_t>> forward_bytes() const { return {out.bytes(), lse.bytes()}; }
   std::vector<std::vector<uint8_t>> backward_bytes() const;
@@ -55,6 +55,8 @@ class Call {
   orchard_backward_args backward_args{};
 
  private:
+  std::string compare_forward() const;
+  std::string compare_backward() const;
   void save();
 
   uint32_t seed_[2];
@@ -65,7 +67,7 @@ class Call {
 // Names between commas.
 std::vector<std::string> split(const std::string &list);
 
-// From now on a fault prints what was running; a guard page is otherwise silent.
+// From now on a fault, or an alarm, prints what was running; a guard page is otherwise silent.
 void report_faults();
 void now_running(const std::string &what);
 

@@ -276,8 +276,11 @@ BackwardExpected expect_backward(const orchard_backward_args &args) {
           dp_error[j] = (sum_error(rows.value_dim) + 3 * kE) * size;
         }
         Sum delta;
-        for (int64_t d = 0; d < rows.value_dim; ++d)
-          delta.add(arriving[d] * out[d], 0.0, rows.unit);
+        const double least = least_step(args.out.dtype) / 2;
+        for (int64_t d = 0; d < rows.value_dim; ++d) {
+          delta.add(arriving[d] * out[d], 0.0, 0.0);
+          delta.spread.add(arriving[d] * std::max(rows.unit * std::fabs(out[d]), least));
+        }
         const double delta_error = (sum_error(rows.value_dim) + 3 * kE) * delta.magnitude;
 
         double seen = 0;  // of the mask's gradient, where its keys are broadcast

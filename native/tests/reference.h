@@ -14,7 +14,7 @@
 //   weight    exp turns the score's absolute error into a relative one, and adds 6 e; the softmax
 //             adds the mean of the row's score errors and two sums' errors.
 //   gradient  the same through p = exp(s - lse), dP = dO . V, delta = dO . out (out as stored: each
-//             element off by u), dS = p (f dP - delta + dlse).
+//             element off by u or half the least step), dS = p (f dP - delta + dlse).
 //   rounding  to the operands' type: u of each weight and of each dS. They are independent, so at
 //             most 6 times the root of the sum of squares, unless operands repeat themselves in
 //             memory; then the sum of magnitudes. The result: u of itself, half the least step.

@@ -17,11 +17,12 @@ ORCHARD_INLINE int64_t element_size(int32_t dtype) {
 
 ORCHARD_INLINE const char *row_at(const orchard_tensor &t, int64_t b, int64_t h, int64_t i) {
   const int64_t offset = b * t.strides[0] + h * t.strides[1] + i * t.strides[2];
-  return (const char *)t.data + offset * element_size(t.dtype);
+  return (const char *)((uintptr_t)t.data + (uintptr_t)(offset * element_size(t.dtype)));
 }
 
-// `count` elements from `from` on as fp32.
+// `count` elements from `from` on as fp32; bool ones as what they add to a score.
 static void read_row(const char *from, int64_t stride, int32_t dtype, int64_t count, float *to) {
+  if (count == 0) return;
   const uint16_t *halves = (const uint16_t *)from;
   int64_t i = 0;
   switch (dtype) {
@@ -45,7 +46,7 @@ static void read_row(const char *from, int64_t stride, int32_t dtype, int64_t co
     case ORCHARD_FLOAT64:
       for (; i < count; ++i) to[i] = (float)((const double *)from)[i * stride];
       break;
-    case ORCHARD_BOOL:  // what it adds to a score
+    case ORCHARD_BOOL:
       for (; i < count; ++i)
         to[i] = ((const uint8_t *)from)[i * stride] ? 0.0f : -__builtin_inff();
       break;
@@ -53,6 +54,7 @@ static void read_row(const char *from, int64_t stride, int32_t dtype, int64_t co
 }
 
 static void write_row(const float *from, char *to, int64_t stride, int32_t dtype, int64_t count) {
+  if (count == 0) return;
   uint16_t *halves = (uint16_t *)to;
   int64_t i = 0;
   switch (dtype) {
@@ -76,7 +78,7 @@ static void write_row(const float *from, char *to, int64_t stride, int32_t dtype
 static void copy_halves(const char *from, int64_t stride, int64_t count, int64_t padded,
                         uint16_t *to) {
   const uint16_t *halves = (const uint16_t *)from;
-  if (stride == 1) {
+  if (stride == 1 && count > 0) {
     memcpy(to, from, (size_t)count * 2);
   } else {
     for (int64_t i = 0; i < count; ++i) to[i] = halves[i * stride];
