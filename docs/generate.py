@@ -13,6 +13,7 @@ from typing import Any
 
 from orchard.backends import load
 from orchard.dispatch.backend import ANY_DEVICE, Backend, Capability, dtype_name
+from orchard.testing.targets import HEADERS, cells
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = (
@@ -120,12 +121,31 @@ def results_table(name: str) -> str:
     return "\n".join(table)
 
 
+def targets_table(name: str, folder: Path = ROOT / "benchmarks/results") -> str:
+    """A stored run of `orchard bench --preset cpu`: what was found, and what it had to be."""
+    stored = folder / f"{name}.jsonl"
+    if not stored.exists():
+        return f"Not measured yet: `orchard bench --preset {name} --out benchmarks/results`."
+    lines = [json.loads(line) for line in stored.read_text().splitlines()]
+    machine = lines[0]["machine"]
+    table = [
+        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
+        f"{machine['date'][:10]}:",
+        "",
+        f"| {' | '.join(HEADERS)} |",
+        "|" + "---|" * len(HEADERS),
+    ]
+    table += [f"| {' | '.join(cells(line))} |" for line in lines if "found" in line]
+    return "\n".join(table)
+
+
 def milliseconds(side: dict[str, Any]) -> str:
     return f"{side['seconds']['p50'] * 1e3:.3g}" if side["seconds"] else side["status"]
 
 
 GENERATED = {
     "measured-cpu": lambda: results_table("cpu-quick"),
+    "targets-cpu": lambda: targets_table("cpu"),
     "measured-h200": lambda: results_table("h200-quick"),
     "capabilities": lambda: capability_table((0, 1, 2, 3, 7, 9, 11, 13)),
     "capabilities-full": capability_table,

@@ -95,7 +95,7 @@ def test_backends_stays_a_function() -> None:
         "orchard.attention(q, q, q)\n"
         "import orchard.backends.aten\n"
         "assert orchard.backends() == orchard.backends()\n"
-        "assert {'aten', 'reference'} <= {entry.backend for entry in orchard.backends()}\n"
+        "assert {'cpu', 'aten', 'reference'} <= {entry.backend for entry in orchard.backends()}\n"
     )
 
 

@@ -1,6 +1,8 @@
 // The kernels of each instruction set against the reference, and against themselves.
 //
 //   driver [--quick] [--only TEXT] [--isa NAME,NAME] [--list]
+#include <unistd.h>
+
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -19,6 +21,8 @@ struct Options {
   std::string only;
   std::vector<std::string> isas;
 };
+
+constexpr unsigned kSecondsPerTest = 120;
 
 constexpr int32_t kDtypes[] = {ORCHARD_FLOAT32, ORCHARD_FLOAT16, ORCHARD_BFLOAT16};
 
@@ -80,6 +84,10 @@ void add_bands(std::vector<Case> &cases) {
   window("window 0 to 0", 0, 0);
   window("window 30 on: empty rows at the end", 30, kNoHigh);
   window("window from 3 to 2: nothing", 3, 2);
+  window("window from 90 to 20: nothing", 90, 20);
+  window("window from -20 to -90: nothing", -20, -90);
+  cases.push_back({.name = "window from -36 to -53 on 4 keys: nothing", .rows = 168, .keys = 4,
+                   .low = -36, .high = -53});
   window("window -64 to 63", -64, 63);
   window("bounds beyond 2^40", -(int64_t{1} << 50), int64_t{1} << 50);
   cases.push_back({.name = "window of 10 in 600 keys", .heads = 1, .kv_heads = 1, .rows = 600,
@@ -249,7 +257,9 @@ void add_decode(std::vector<Case> &cases) {
        {.name = "decode, softcap, gradient of the mask", .batch = 2, .rows = 3, .keys = 700,
         .softcap = 15, .deviation = 5, .mask_dtype = ORCHARD_FLOAT16, .mask_axes = "hd",
         .grad_mask = true},
-       {.name = "decode, every key hidden in one of two rows", .rows = 2, .keys = 700, .low = 699}});
+       {.name = "decode, every key hidden in one of two rows", .rows = 2, .keys = 700, .low = 699},
+       {.name = "decode, window from 647 to 548: nothing", .heads = 3, .kv_heads = 1, .rows = 1,
+        .keys = 1395, .dim = 7, .value_dim = 7, .low = 647, .high = 548}});
 }
 
 std::vector<Case> all_cases() {
@@ -282,6 +292,7 @@ std::string run_case(const Case &what, int32_t dtype, const Options &options) {
       orchard_select_isa(isa.c_str());
       const char *side = edge == Edge::kEnd ? " at the end" : " at the beginning";
       now_running(what.name + ", " + dtype_name(dtype) + ", " + isa + side);
+      alarm(kSecondsPerTest);
       const int threads = edge == Edge::kEnd ? 1 : 3;
       std::string found = call.forward_and_compare(threads);
       if (what.backward) found += call.backward_and_compare(threads);
@@ -299,6 +310,7 @@ std::string run_threads(const Case &what, int32_t dtype, const Options &options)
   for (const std::string &isa : options.isas) {
     orchard_select_isa(isa.c_str());
     now_running(what.name + ", any number of threads, " + isa);
+    alarm(kSecondsPerTest);
     defects += call.forward(1) + call.backward(1);
     const auto forward = call.forward_bytes(), backward = call.backward_bytes();
     for (const int threads : {2, 3, 8, 0}) {
@@ -346,6 +358,7 @@ std::string run_alone(const Case &what, int32_t dtype, const Options &options) {
   for (const std::string &isa : options.isas) {
     orchard_select_isa(isa.c_str());
     now_running(what.name + ", alone, " + isa);
+    alarm(kSecondsPerTest);
     defects += call.forward(2) + call.backward(2);
     for (int64_t b = 0; b < what.batch; ++b)
       for (int64_t k = 0; k < what.kv_heads; ++k) {

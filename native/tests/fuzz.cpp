@@ -66,6 +66,7 @@ Case any_case(Random &random, int64_t most_work) {
            most_work);
   if (one_in(random, 3)) what.high = between(random, -what.rows, what.keys);
   if (one_in(random, 4)) what.low = between(random, -what.rows, what.keys);
+  if (what.low > what.high && !one_in(random, 8)) std::swap(what.low, what.high);  // sees nothing
   if (one_in(random, 4)) what.softcap = any_of<double>(random, {0.5, 5, 50});
   if (one_in(random, 3)) what.drop = static_cast<uint32_t>(between(random, 1, 65535));
   if (one_in(random, 3)) what.deviation = any_of<double>(random, {0.01, 5, 40});

@@ -121,13 +121,13 @@ struct Rows {
   bool empty = true;
 
   const double *query_row(int64_t b, int64_t h, int64_t i) const {
-    return &query[((b * heads + h) * rows + i) * dim];
+    return query.data() + ((b * heads + h) * rows + i) * dim;
   }
   const double *key_row(int64_t b, int64_t h, int64_t j) const {
-    return &key[((b * kv_heads + h / group) * keys + j) * dim];
+    return key.data() + ((b * kv_heads + h / group) * keys + j) * dim;
   }
   const double *value_row(int64_t b, int64_t h, int64_t j) const {
-    return &value[((b * kv_heads + h / group) * keys + j) * value_dim];
+    return value.data() + ((b * kv_heads + h / group) * keys + j) * value_dim;
   }
 };
 
@@ -257,7 +257,8 @@ BackwardExpected expect_backward(const orchard_backward_args &args) {
         rows.compute(b, h, i);
         if (rows.empty) continue;
         const int64_t row = (b * rows.heads + h) * rows.rows + i;
-        const double *q = rows.query_row(b, h, i), *arriving = &grad_out[row * rows.value_dim];
+        const double *q = rows.query_row(b, h, i);
+        const double *arriving = grad_out.data() + row * rows.value_dim;
         const double arriving_lse =
             args.grad_lse.data == nullptr
                 ? 0.0

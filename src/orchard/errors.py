@@ -21,6 +21,13 @@ class SettingError(OrchardError, ValueError):
     """An ORCHARD_* environment variable holds a value that is not allowed."""
 
 
+class NativeError(RuntimeError):
+    """The native library refused a call, in its own words.
+
+    No OrchardError: it is a failure of a kernel, which under "auto" the next backend makes good.
+    """
+
+
 class FallbackWarning(UserWarning):
     """A backend failed at run time and the next one served the call."""
 

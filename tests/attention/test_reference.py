@@ -251,7 +251,7 @@ def test_bands_skip_what_no_row_sees() -> None:
     assert counts[Band(-64, 0)] < 0.08 * 4096**2
 
 
-@pytest.mark.parametrize("backend", ["reference", "aten"])
+@pytest.mark.parametrize("backend", ["reference", "aten", "cpu"])
 @pytest.mark.parametrize("hole", ["value", "grad_out"])
 def test_empty_rows_are_zero_even_next_to_nan(hole: str, backend: str) -> None:
     """A row with nothing to attend to gives 0, -inf and zero gradients, whatever is around it."""

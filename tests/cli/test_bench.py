@@ -13,8 +13,9 @@ import orchard
 from orchard.attention.api import attention
 from orchard.cli import bench, main
 from orchard.dispatch.planner import planner
-from orchard.testing import benchmark, presets
+from orchard.testing import benchmark, presets, targets
 from orchard.testing.benchmark import Case
+from orchard.testing.targets import Target
 
 pytestmark = pytest.mark.cli
 
@@ -30,17 +31,40 @@ def _tiny(device: torch.device, dtype: torch.dtype | None) -> list[Case]:
     ]
 
 
+def _tiny_table() -> list[Target]:
+    """two rows of a table in no time"""
+    plain = Case("plain, first", **TINY)
+    causal = Case("plain, second", causal=True, **TINY)
+    decoded = Case("decode", **{**TINY, "rows": 1})
+    trained = Case("plain trained", dropout_p=0.2, backward=True, **TINY)
+    return [
+        Target("plain", 1e-6, 1e6, (plain, causal)),
+        Target("plain trained", 1e-7, 1e-6, (trained,)),
+        Target("decode", 1e6, 1e7, (decoded,), "decode", copy_share=0.8),
+        Target("share", 1e-9, 1e9, (plain,), "matmul"),
+        Target("memory", 500.0, 0.0, (trained,), "memory"),
+    ]
+
+
 @pytest.fixture(autouse=True)
 def _tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(presets.PRESETS, "tiny", _tiny)
+    monkeypatch.setitem(targets.TABLES, "table", _tiny_table)
+    monkeypatch.setattr(targets, "MATMUL_SIZE", 16)
+    monkeypatch.setattr(targets, "COPY_BYTES", 1000)
 
 
 def _bench(out: Path, *options: str) -> int:
     return main(["bench", "tiny", "--device=cpu", "--seconds=0.001", f"--out={out}", *options])
 
 
-def _stored(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "tiny.jsonl").read_text().splitlines()]
+def _table(out: Path, *options: str, backend: str = "auto") -> int:
+    words = ["bench", "--preset", "table", "--seconds=0.001", f"--out={out}", *options]
+    return main([*words, f"--backend={backend}"])
+
+
+def _stored(out: Path, preset: str = "tiny") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / f"{preset}.jsonl").read_text().splitlines()]
 
 
 def test_tables_data_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,18 +203,182 @@ def test_without_matplotlib_the_plot_is_left_out_and_says_how_to_get_it(
     assert not (tmp_path / "tiny.png").exists()
 
 
+def test_a_table_of_targets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a line for each row
+    assert _table(tmp_path) == 0
+    shown, progress = capsys.readouterr()
+    lines = shown.splitlines()
+    header = next(n for n, line in enumerate(lines) if line.startswith("work"))
+    assert lines[header].split() == ["work", "found", "worst", "to", "best", "must", "aim", "met"]
+    rows = lines[header + 2 : lines.index("", header)]
+    assert [line.split()[-1] for line in rows] == ["must", "aim", "no", "must", "must"]
+    assert "GB/s" in shown
+    assert "bench table: 6/6" in progress
+    assert str(tmp_path / "table.png") in shown
+    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "table.png").stat().st_size > 10_000
+
+
+def test_a_stored_table_has_its_cases_and_their_mean(tmp_path: Path) -> None:
+    assert _table(tmp_path, "--no-plot") == 0
+    stored = _stored(tmp_path, "table")
+    whole = [line for line in stored if "found" in line]
+    assert [line["target"] for line in whole] == [target.work for target in _tiny_table()]
+    first, second, mean, trained, _, decode, decoded, share, shared, memory, extra = stored
+    assert (first["case"], second["case"]) == ("plain, first", "plain, second")
+    assert {line["target"] for line in (first, second, mean)} == {"plain"}
+    product = first["value"]["p50"] * second["value"]["p50"]
+    assert mean["found"] == pytest.approx(product**0.5)
+    assert first["value"] == first["ratio"]
+    assert {mean["worst"], mean["best"]} == {line["value"]["p50"] for line in (first, second)}
+    assert (mean["must"], mean["aim"], mean["met"]) == (1e-6, 1e6, "must")
+    assert (mean["unit"], mean["cases"], mean["compared"]) == ("x", 2, 2)
+    assert first["ours"]["check"]["ok"]
+    assert first["ours"]["peak_bytes"] is None
+    assert trained["step"] == "forward+backward"
+    assert set(decode["beside"]) == {"copy"}
+    assert decoded["bandwidth"] > 0
+    assert decoded["copy_share"] > 0
+    assert set(share["beside"]) == {"matmul"}
+    assert shared["unit"] == "share"
+    assert (memory["ratio"], memory["torch"]["status"]) == (None, "not measured")
+    assert extra["found"] == pytest.approx(memory["value"]["p50"])
+    assert all(line["machine"]["threads"] == torch.get_num_threads() for line in stored)
+    assert all(line["preset"] == "table" for line in stored)
+
+
+def test_a_table_as_json_on_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _table(tmp_path, "--json", "--only=plain", "--plot=svg") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line) for line in lines] == _stored(tmp_path, "table")
+    assert len(lines) == 3
+    assert "reaches its aim" in (tmp_path / "table.svg").read_text()
+
+
+def test_details_of_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _table(tmp_path, "--no-plot", "--only=plain", "--details") == 0
+    shown = capsys.readouterr().out
+    assert "served by" in shown
+    assert "plain, second" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "works"),
+    [
+        (["--only=plain"], ["plain"]),
+        (["--only=PLAIN T"], ["plain trained"]),
+        (["--only=ai"], ["plain", "plain trained"]),
+        (["--only=decode", "--only=plain"], ["plain", "decode"]),
+    ],
+)
+def test_only_a_name_or_a_part_of_names(
+    options: list[str], works: list[str], tmp_path: Path
+) -> None:
+    """A whole name is that row alone, though others contain it; rows keep their order."""
+    assert _table(tmp_path, "--no-plot", *options) == 0
+    assert [line["target"] for line in _stored(tmp_path, "table") if "found" in line] == works
+
+
+def test_only_picks_cases_of_other_presets(tmp_path: Path) -> None:
+    assert _bench(tmp_path, "--no-plot", "--only", "dropout") == 0
+    assert [row["case"] for row in _stored(tmp_path)] == ["trained, dropout"]
+
+
+def test_only_what_no_row_is_called(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _table(tmp_path / "unused", "--only=flash") == 2
+    assert "no row has 'flash' in its name: plain; plain trained; decode" in capsys.readouterr().err
+    assert not (tmp_path / "unused").exists()
+
+
+def test_a_wrong_result_takes_its_row_and_the_command_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*args: Any, causal: bool, **options: Any) -> torch.Tensor:
+        out = attention(*args, causal=causal, **options)
+        return out + 0.5 if causal else out
+
+    monkeypatch.setattr(benchmark, "attention", wrong)
+    assert _table(tmp_path, "--only=plain") == 1
+    shown = capsys.readouterr().out
+    row = next(line for line in shown.splitlines() if line.startswith("plain "))
+    assert row.split() == ["plain", "WRONG", "-", "1e-06x", "1e+06x", "no"]
+    assert "plain, second: WRONG: out: error" in shown
+    assert _stored(tmp_path, "table")[-1]["found"] is None
+    assert (tmp_path / "table.png").stat().st_size > 10_000
+
+
+def test_a_table_that_a_backend_serves_in_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _table(tmp_path, "--only=trained", "--only=memory", backend="aten") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("not served") == 2
+    assert "Not served, 1 of 2 cases: " in shown
+    assert "dropout" in shown
+    assert {line["status"] for line in _stored(tmp_path, "table")} == {"not served"}
+
+
+def test_a_table_measures_the_backend_that_it_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def serve(target: Target, case: Case, backend: str, seconds: float) -> targets.Point:
+        asked.append(backend)
+        return measured(target, case, "auto", seconds)
+
+    measured = targets.measure_case
+    monkeypatch.setattr(targets, "measure_case", serve)
+    main(["bench", "table", "--only=plain", "--no-plot", "--seconds=0.001", f"--out={tmp_path}"])
+    assert asked == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["tiny", "--preset=table"], "two presets: tiny and table"),
+        (["table", "--dtype=float16"], "has its own dtypes"),
+    ],
+)
+def test_arguments_that_do_not_go_together(
+    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *options]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_table_of_the_cpu_on_another_device(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = (torch.device("cpu"), torch.device("mps"))
+    monkeypatch.setattr("orchard.dispatch.report.visible_devices", lambda: devices)
+    assert main(["bench", "table", "--device=mps"]) == 2
+    assert "is for the CPU, not mps" in capsys.readouterr().err
+
+
+def test_the_preset_as_an_option_or_by_its_place(tmp_path: Path) -> None:
+    options = ["--device=cpu", "--seconds=0.001", "--no-plot", f"--out={tmp_path}"]
+    for words in (["tiny"], ["--preset", "tiny"], ["tiny", "--preset=tiny"]):
+        assert main(["bench", *words, *options]) == 0
+        (tmp_path / "tiny.jsonl").unlink()
+
+
 def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list", f"--out={tmp_path / 'unused'}"]) == 0
     shown = capsys.readouterr().out
-    for name in ("quick", "layouts", "dtypes", "train", "long"):
-        assert name in shown
+    for name in ("quick", "layouts", "dtypes", "train", "long", "cpu"):
+        assert f"\n{name} " in shown
     assert not (tmp_path / "unused").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["nonsense"], "'nonsense' is not one of quick, layouts, dtypes, train, long"),
+        (["nonsense"], "'nonsense' is not one of quick, layouts, dtypes, train, long, "),
         (["quick", "--backend=nobody"], "'nobody' is not one of auto, "),
         (["quick", "--device=tpu"], "'tpu' is not one of auto, cpu, cuda, mps"),
         (["quick", "--seconds=0"], "'0' is not a number above 0"),

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import orchard
+from orchard.backends.cpu import location, native
 from orchard.cli import doctor, main
 from orchard.dispatch import report as report_module
 from orchard.dispatch import settings
@@ -146,7 +147,8 @@ def test_json_keys_are_the_documented_ones(report: Callable[[], dict[str, Any]])
     documented = dict(re.findall(r"^  (\w+) +(.+)$", doctor.__doc__ or "", re.MULTILINE))
     found = report()
     assert list(found) == list(documented)
-    for section in ("orchard", "python", "platform", "cpu", "memory", "torch", "tools", "check"):
+    sections = ("orchard", "python", "platform", "cpu", "memory", "torch", "tools", "native")
+    for section in (*sections, "check"):
         named = set(re.findall(r"\w+", documented[section].partition(":")[0]))
         assert set(found[section]) <= named, section
     for section in ("devices", "backends"):
@@ -166,6 +168,64 @@ def test_unavailable_kernel_says_why(
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert row(out, "cpu", "avx9", "cpu", "no", "it has no library; build it")
+
+
+@pytest.mark.skipif(location.find_library() is None, reason="the native library is not built")
+def test_native_library(
+    capsys: pytest.CaptureFixture[str], report: Callable[[], dict[str, Any]]
+) -> None:
+    """Where the library is, what it was compiled for, and what of that is in use."""
+    library = native.library()
+    found = report()["native"]
+    assert found == {
+        "library": doctor._without_home(library.path),
+        "abi_version": native.ABI_VERSION,
+        "compiled": library.isa_compiled,
+        "available": library.isa_available,
+        "in_use": library.isa_available[0],
+        "pool_threads": found["pool_threads"],
+    }
+    assert Path(found["library"]).expanduser().is_file()
+    assert found["pool_threads"] >= 0
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert row(out, "native", "library", found["library"])
+    assert row(out, "available", ", ".join(library.isa_available))
+    assert row(out, "in use", library.isa)
+
+
+def test_missing_native_library(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    report: Callable[[], dict[str, Any]],
+) -> None:
+    """Without the library the report says so and what to install and run; the CPU still works."""
+    monkeypatch.setattr(location, "find_library", lambda: None)
+    monkeypatch.setattr(native, "_library", None)
+    found = report()["native"]
+    assert list(found) == ["library", "problem", "fix"]
+    assert found["library"] is None
+    assert "native library is missing" in found["problem"]
+    for what in ("C++20 compiler", "CMake", "pip install --force-reinstall --no-deps"):
+        assert what in found["fix"]
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert row(out, "native", "library", "absent")
+    assert row(out, "problem", found["problem"])
+    assert row(out, "fix", found["fix"])
+
+
+def test_unusable_native_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Callable[[], dict[str, Any]]
+) -> None:
+    """A file that does not load is named, with the loader's words."""
+    path = tmp_path / "liborchard.so"
+    path.write_text("no library")
+    monkeypatch.setattr(location, "find_library", lambda: path)
+    monkeypatch.setattr(native, "_library", None)
+    found = report()["native"]
+    assert found["library"] == doctor._without_home(path)
+    assert "does not load" in found["problem"]
 
 
 @pytest.mark.parametrize("name", doctor.PROBES)
@@ -225,7 +285,7 @@ def test_without_torch(code: str, cause: str, fresh: Run) -> None:
     assert (done.returncode, done.stderr) == (1, "")
     found = json.loads(done.stdout)
     assert found["ok"] is False
-    for section in ("torch", "devices", "backends"):
+    for section in ("torch", "devices", "backends", "native"):
         assert cause in found[section]["error"]
     assert found["check"]["status"] == 2
     assert found["packages"]["torch"] == metadata.version("torch")
@@ -279,6 +339,7 @@ def test_each_variable_is_judged_alone(
     """Every ORCHARD_* variable that is set has its own verdict."""
     values = {
         "ORCHARD_BACKEND": ("reference", None),
+        "ORCHARD_CPU_ISA": ("avx9", "it must be one of avx512_bf16"),
         "ORCHARD_DISABLE": ("aten, nonsense", "'nonsense'; the backends are"),
         "ORCHARD_LOG": ("loud", "ORCHARD_LOG is 'loud'"),
         "ORCHARD_NUM_THREADS": ("0", "it must be a positive integer"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from orchard.attention.problem import Saved
-from orchard.backends.aten import AtenBackend
+from orchard.backends.cpu import CpuBackend
 from orchard.cli import main, verify
 from orchard.testing import conformance
 
@@ -51,19 +51,19 @@ def test_wrong_results_fail(
     few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """NaN in one output is a failure, named in the table, and the report stays valid JSON."""
-    right = AtenBackend.forward
+    right = CpuBackend.forward
 
-    def wrong(self: AtenBackend, *call: object) -> Saved:
+    def wrong(self: CpuBackend, *call: object) -> Saved:
         out, lse = right(self, *call)  # type: ignore[arg-type]
         return Saved(out.index_fill(-1, torch.tensor([0]), torch.nan), lse)
 
-    monkeypatch.setattr(AtenBackend, "unavailable", lambda *_: None)
-    monkeypatch.setattr(AtenBackend, "forward", wrong)
+    monkeypatch.setattr(CpuBackend, "unavailable", lambda *_: None)
+    monkeypatch.setattr(CpuBackend, "forward", wrong)
     report = tmp_path / "report.json"
     assert main(["verify", "--device", "cpu", "--report", str(report)]) == 1
     text = report.read_text()
     assert "Infinity" not in text
-    assert json.loads(text)["counts"]["failed"] == 2
+    assert json.loads(text)["counts"]["failed"] == 3
     assert "out: error inf" in capsys.readouterr().out
 
 
@@ -75,12 +75,12 @@ def test_fallback_fails(
     def broken(*_: object) -> Saved:
         raise RuntimeError("kernel fell over")
 
-    monkeypatch.setattr(AtenBackend, "unavailable", lambda *_: None)
-    monkeypatch.setattr(AtenBackend, "forward", broken)
+    monkeypatch.setattr(CpuBackend, "unavailable", lambda *_: None)
+    monkeypatch.setattr(CpuBackend, "forward", broken)
     report = tmp_path / "report.json"
     assert main(["verify", "--device", "cpu", "--report", str(report)]) == 1
     complaints = [case["complaints"] for case in json.loads(report.read_text())["cases"]]
-    assert sum("kernel fell over" in str(lines) for lines in complaints) == 2
+    assert sum("kernel fell over" in str(lines) for lines in complaints) == 3
 
 
 @pytest.mark.parametrize(

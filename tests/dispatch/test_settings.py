@@ -36,6 +36,7 @@ READ: list[tuple[dict[str, str], Settings]] = [
     ({"ORCHARD_DEBUG_FLASHATN": "0"}, Settings()),
     ({"ORCHARD_DEBUG_FLASHATN": "1", "ORCHARD_LOG": "error"}, Settings(log="error")),
     ({"ORCHARD_NUM_THREADS": "3"}, Settings(num_threads=3)),
+    *(({"ORCHARD_CPU_ISA": name}, Settings(cpu_isa=name)) for name in settings.CPU_ISAS),
     ({"HOME": "/", "ORCHARDS": "many"}, Settings()),
 ]
 
@@ -54,8 +55,7 @@ def test_read(environ: dict[str, str], expected: Settings) -> None:
 
 def test_empty_is_unset() -> None:
     """A variable that is set to nothing counts as not set."""
-    names = ("BACKEND", "DISABLE", "ON_ERROR", "LOG", "DEBUG_FLASHATN", "NUM_THREADS")
-    assert read({f"ORCHARD_{name}": "" for name in names}) == Settings()
+    assert read(dict.fromkeys(settings.VARIABLES, "")) == Settings()
 
 
 INVALID = [
@@ -65,6 +65,8 @@ INVALID = [
     ("ORCHARD_NUM_THREADS", "-2", ("positive integer",)),
     ("ORCHARD_NUM_THREADS", "1.5", ("positive integer",)),
     ("ORCHARD_NUM_THREADS", "two", ("positive integer",)),
+    ("ORCHARD_CPU_ISA", "avx9", ("avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "portable")),
+    ("ORCHARD_CPU_ISA", "AVX2", ("avx2",)),
     ("ORCHARD_BACKEND", "flash9", ("auto", "aten", "reference")),
     ("ORCHARD_DISABLE", "aten,flash9", ("aten", "reference")),
 ]

@@ -223,8 +223,8 @@ COMPILED_BEFORE = """
     assert (compiles, orchard.stats()["calls"]) == (1, {})
     for turn in range(3):
         with orchard.enabled():
-            assert torch.equal(step(x), want)
-            assert orchard.stats(reset=True)["calls"] == {"forward": {"aten": 1}}
+            assert torch.allclose(step(x), want)
+            assert orchard.stats(reset=True)["calls"] == {"forward": {"cpu": 1}}
         assert torch.equal(step(x), want)
         assert orchard.stats(reset=True)["calls"] == {}
         if turn == 0:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,6 +27,9 @@ VARIANTS = [
         "window": replace(TINY, window=(3, 2)),
         "padding": replace(TINY, mask="padding", backward=True),
         "bias": replace(TINY, mask="bias", mask_grad=True, backward=True),
+        "bias, causal": replace(TINY, mask="bias", mask_grad=True, causal=True, backward=True),
+        "padding, window": replace(TINY, mask="padding", window=(3, 2), backward=True),
+        "grad_rows": replace(TINY, grad_rows=1, causal="bottom_right", backward=True),
         "dropout": replace(TINY, dropout_p=0.3, backward=True, value_dim=16),
         "strided": replace(TINY, views=STRIDED, dtype=torch.bfloat16),
     }.items()
@@ -89,6 +93,41 @@ def test_a_sampler_warms_up_and_then_repeats_short_calls() -> None:
     assert calls > 3 + 10
 
 
+def test_a_long_call_that_was_made_already_is_the_warm_up() -> None:
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+
+    sample = benchmark.sampler(step, CPU, known=benchmark.LONG_CALL)
+    assert calls == 0
+    sample()
+    assert calls == 1
+
+
+def test_a_call_of_some_length_is_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "LONG_CALL", 0.01)
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.0015)
+
+    sample = benchmark.sampler(step, CPU)
+    assert calls == 1
+    sample()
+    assert calls == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"), [(0.0, 4), (1.25, 4), (1.5, 3), (2.0, 2), (60.0, 2)]
+)
+def test_long_rounds_are_fewer(seconds: float, rounds: int) -> None:
+    assert benchmark.fewest_rounds(seconds) == rounds
+
+
 @pytest.mark.parametrize("case", VARIANTS)
 def test_both_sides_compute_the_case(case: Case) -> None:
     """Also that torch is called so that it computes the same: it is held to the same budget."""
@@ -107,6 +146,23 @@ def test_both_sides_compute_the_case(case: Case) -> None:
         assert side.peak_bytes is not None
         assert side.peak_bytes > 0
         assert side.gflops == pytest.approx(benchmark.flops(case) / side.seconds.p50 / 1e9)
+
+
+def test_something_else_takes_its_turn_in_the_same_rounds() -> None:
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.003)
+
+    row = measure(TINY, CPU, seconds=0.001, peaks=False, beside={"sleep": step})
+    assert calls == 3 + row.rounds
+    found = row.beside["sleep"]
+    assert found.seconds.p20 >= 0.003
+    assert found.ratio.p20 <= found.ratio.p50 <= found.ratio.p80
+    assert row.ratio is not None
+    assert (row.ours.peak_bytes, row.torch.peak_bytes) == (None, None)
 
 
 def test_a_wrong_result_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +231,23 @@ def test_what_the_oracle_can_afford() -> None:
     # What sums over rows, or depends on their place, keeps all of them.
     for kept in (replace(case, backward=True), replace(case, dropout_p=0.1)):
         assert benchmark.affordable_part(kept, 32 * 32) == benchmark.Part(1, 2, 1, 64)
+    # A gradient that comes in through a few rows depends on no others.
+    few = replace(case, backward=True, grad_rows=20)
+    assert benchmark.affordable_part(few, 1) == benchmark.Part(1, 2, 1, 20)
+    assert benchmark.affordable_part(few, 50 * 2 * 32) == benchmark.Part(1, 2, 1, 50)
+    # The gradient of a mask that every batch shares is a sum over them.
+    shared = replace(case, mask="bias", mask_grad=True, backward=True)
+    assert benchmark.affordable_part(shared, 1) == benchmark.Part(2, 2, 1, 64)
+
+
+def test_a_gradient_through_the_last_rows_only() -> None:
+    """Nothing comes in elsewhere, so that a part of the rows gives whole gradients of the keys."""
+    case = replace(TINY, backward=True, grad_rows=2)
+    operands = benchmark.build(case, CPU)
+    assert operands.intact()
+    assert operands.grad_out is not None
+    assert not operands.grad_out[:, :, :7].any()
+    assert operands.grad_out[:, :, 7:].all()
 
 
 @pytest.mark.parametrize("case", VARIANTS)
@@ -186,7 +259,7 @@ def test_a_part_is_judged_as_the_whole_is(
     monkeypatch.setattr(benchmark, "most_scores", lambda device: most)
     row = measure(case, CPU, seconds=0.001)
     assert (row.ours.status, row.torch.status) == ("ok", "ok"), (row.ours.note, row.torch.note)
-    assert row.ours.check.part.covers(case) == case.mask_grad
+    assert not row.ours.check.part.covers(case)
 
     def wrong(*args: object, **options: object) -> torch.Tensor:
         out = attention(*args, **options)
@@ -213,6 +286,27 @@ def test_torch_is_given_a_mask_only_where_it_has_no_name_for_the_band() -> None:
         [False, True, True, False],
     ]
     assert replace(small, window=(0, 1)).band == Band(0, 1)
+
+
+def test_torch_is_given_band_and_mask_in_one() -> None:
+    """It refuses both at once. Where the mask is trained, so is the one that torch is given."""
+    case = replace(TINY, rows=2, keys=3, mask="bias", mask_grad=True, causal=True, backward=True)
+    operands = benchmark.build(case, CPU)
+    peers = benchmark.for_torch(case, operands)
+    assert operands.mask is not None
+    assert peers.mask is not None
+    hidden = torch.tensor([[False, True, True], [False, False, True]])
+    assert torch.equal(peers.mask, operands.mask.masked_fill(hidden, -torch.inf))
+    assert peers.mask.is_leaf
+    assert peers.leaves == (*operands.leaves[:3], peers.mask)
+    plain = replace(case, causal=False)
+    operands = benchmark.build(plain, CPU)
+    assert benchmark.for_torch(plain, operands) is operands
+    padded = replace(case, mask="padding", mask_grad=False, keys=4)
+    operands = benchmark.build(padded, CPU)
+    mask = benchmark.for_torch(padded, operands).mask
+    assert mask is not None
+    assert torch.equal(mask, operands.mask & torch.ones(2, 4, dtype=torch.bool).tril())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])

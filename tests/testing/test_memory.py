@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from orchard.testing.memory import peak_memory, why_no_peak
+from orchard.testing import memory
+from orchard.testing.memory import peak_memory, resident_growth, why_no_peak
 
 MEGABYTE = 10**6
 
@@ -62,6 +64,39 @@ def test_an_error_in_the_step_comes_through(capfd: pytest.CaptureFixture[str]) -
     assert dict(os.environ) == environment
     assert peak_memory(lambda: allocate(1), "cpu") is not None
     assert capfd.readouterr().err == ""
+
+
+def test_resident_growth_sees_what_torch_does_not_allocate() -> None:
+    """80 MB of Python's, given back before the step ends."""
+    growth = resident_growth(lambda: bytearray(b"x" * (40 * MEGABYTE)))
+    if growth is None:
+        pytest.skip("nobody says how large a process is here")
+    assert 79 * MEGABYTE <= growth < 90 * MEGABYTE
+
+
+def test_resident_growth_begins_anew() -> None:
+    """A larger peak from before, and what is still held of it, do not count."""
+    held = bytearray(b"x" * (40 * MEGABYTE))
+    growth = resident_growth(lambda: bytearray(b"x" * (10 * MEGABYTE)))
+    if not (memory.PROCESS / "clear_refs").exists():
+        pytest.skip("the peak cannot be set back here")
+    assert len(held) == 40 * MEGABYTE
+    assert growth is not None
+    assert 19 * MEGABYTE <= growth < 30 * MEGABYTE
+
+
+def test_resident_growth_where_a_peak_cannot_be_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies above the largest size so far is still seen."""
+    pytest.importorskip("resource")
+    assert memory._largest_so_far() > 10 * MEGABYTE
+    monkeypatch.setattr(memory, "PROCESS", tmp_path)
+    sizes = iter([30, 45])
+    monkeypatch.setattr(memory, "_largest_so_far", lambda: next(sizes))
+    calls: list[int] = []
+    assert resident_growth(lambda: calls.append(1)) == 15
+    assert calls == [1]
 
 
 @pytest.mark.cuda

@@ -29,7 +29,7 @@ struct Backward {
   int64_t chunk, chunks, blocks, units;
   int64_t query_wide, slot_size, slots;
   bool mask_over_batch, mask_over_heads, mask_over_rows, mask_over_keys;  // summed axes
-  float *shift;  // [b * Hq + h][row]: lse in the base-2 logarithm, inf for an empty row
+  float *shift;  // [b * Hq + h][row]: lse, but inf for an empty row
   float *delta;  // [b * Hq + h][row]: grad_out . out - grad_lse
   Turn *turns;   // [b * Hq + h][block]
   Turn *mask_turns;
@@ -122,21 +122,21 @@ struct Backward {
 
 // Scratch of one thread.
 struct BackwardScratch {
-  int64_t words, value_words;            // 32-bit elements of a row along its columns
-  int64_t query_wide, value_wide;        // columns up to whole register tiles
-  int64_t query_lanes, value_lanes;      // columns up to whole vectors
-  uint32_t *key, *key_pairs, *value;     // rows of the chunk; keys also in pairs of rows
+  int64_t words, value_words;         // 32-bit elements of a row along its columns
+  int64_t query_wide, value_wide;     // columns up to whole register tiles
+  int64_t query_lanes, value_lanes;   // columns up to whole vectors
+  uint32_t *key, *key_pairs, *value;  // rows of the chunk; keys also in pairs of rows
   float *grad_key, *grad_value;
   uint32_t *query_columns, *query_rows;  // of the block, panel by panel and row by row
   uint32_t *grad_columns, *grad_rows;
-  uint32_t *packed;                      // rows as they come
-  float *scores, *products;              // [kStepKeys][kPanel]: q . k and grad_out . v
-  uint32_t *weights, *slopes;            // [key][kBlockRows]: what value and key are summed with
-  uint32_t *slope_pairs;                 // the same in pairs of keys
-  int64_t weight_words;                  // 32-bit elements of kBlockRows weights
+  uint32_t *packed;            // rows as they come
+  float *scores, *products;    // [kStepKeys][kPanel]: q . k and grad_out . v
+  uint32_t *weights, *slopes;  // [key][kBlockRows]: what value and key are summed with
+  uint32_t *slope_pairs;       // the same in pairs of keys
+  int64_t weight_words;        // 32-bit elements of kBlockRows weights
   float *mask, *mask_rows;
   float *rows;
-  float *row_sums, *key_sums;            // of the gradient of a mask that is broadcast
+  float *row_sums, *key_sums;  // of the gradient of a mask that is broadcast
   size_t bytes;
 
   template <bool kPairs>
@@ -161,8 +161,7 @@ struct BackwardScratch {
     s.grad_columns = carve.take<uint32_t>(kBlockRows * s.value_words);
     s.query_rows = carve.take<uint32_t>(kBlockRows / (kPairs ? 2 : 1) * s.query_lanes);
     s.grad_rows = carve.take<uint32_t>(kBlockRows / (kPairs ? 2 : 1) * s.value_lanes);
-    s.packed = carve.take<uint32_t>(
-        kPairs ? kLanes * larger_of(s.query_lanes, s.value_lanes) : 0);
+    s.packed = carve.take<uint32_t>(kPairs ? kLanes * larger_of(s.query_lanes, s.value_lanes) : 0);
     s.scores = carve.take<float>(kStepKeys * kPanel);
     s.products = carve.take<float>(kStepKeys * kPanel);
     s.weights = carve.take<uint32_t>(chunk * s.weight_words);
@@ -171,7 +170,8 @@ struct BackwardScratch {
     const int64_t masked = p.mask.data != nullptr ? kStepKeys : 0;
     s.mask = carve.take<float>(masked * kPanel);
     s.mask_rows = carve.take<float>(masked * kLanes);
-    s.rows = carve.take<float>(kLanes * larger_of(larger_of(s.query_lanes, s.value_lanes), kStepKeys));
+    s.rows =
+        carve.take<float>(kLanes * larger_of(larger_of(s.query_lanes, s.value_lanes), kStepKeys));
     s.row_sums = carve.take<float>(kBlockRows);
     s.key_sums = carve.take<float>(chunk);
     s.bytes = carve.used;
@@ -202,7 +202,7 @@ static void prepare_block(const Backward &w, int64_t plane, int64_t block, float
       delta = sum_of_lanes(sum);
       for (; d < p.value_dim; ++d) delta += grad[d] * out[d];
       if (p.grad_lse.data != nullptr) delta -= *(const float *)row_at(p.grad_lse, b, h, i);
-      shift = lse * kLog2e;
+      shift = lse;
     }
     if (unseen) {
       for (int64_t d = 0; d < p.dim; ++d) scratch[d] = 0.0f;
@@ -221,8 +221,8 @@ static void pack_chunk(const Backward &w, const BackwardScratch &s, int64_t b, i
   for (int64_t j = 0; j < count; ++j) {
     pack_row<kPairs>(row_at(p.key, b, kv_head, key + j), p.key.strides[3], p.dtype, p.dim, s.words,
                      s.key + j * s.words);
-    pack_row<kPairs>(row_at(p.value, b, kv_head, key + j), p.value.strides[3], p.dtype,
-                     p.value_dim, s.value_words, s.value + j * s.value_words);
+    pack_row<kPairs>(row_at(p.value, b, kv_head, key + j), p.value.strides[3], p.dtype, p.value_dim,
+                     s.value_words, s.value + j * s.value_words);
   }
   memset(s.key + count * s.words, 0, (size_t)((padded - count) * s.words) * 4);
   memset(s.value + count * s.value_words, 0, (size_t)((padded - count) * s.value_words) * 4);
@@ -291,8 +291,8 @@ static void differentiate(const Backward &w, const BackwardScratch &s, const Pan
       if constexpr (kGeneral)
         score = shape(p, how, score, mask ? mask + j * kPanel + v * kLanes : nullptr, &slope);
       else
-        score *= how.factor;
-      Floats weight = exp2(score - row_shift);
+        score = rounded(score * how.scale);
+      Floats weight = exp2((score - row_shift) * kLog2e);
       Ints seen = alive;
       if (cut) seen &= in_band(how, rows, key + j) & splat_int(key + j < p.keys ? -1 : 0);
       weight = select(seen, weight, splat(0.0f));
@@ -461,10 +461,9 @@ static void backward_block(const Backward &w, const BackwardScratch &s, int64_t 
       multiply<kPairs, false, Into::store>(here, 2, s.words, s.key + j * s.words, s.words,
                                            s.query_columns + n * kPanel * s.words, kPanel, s.scores,
                                            kPanel);
-      multiply<kPairs, false, Into::store>(here, 2, s.value_words, s.value + j * s.value_words,
-                                           s.value_words,
-                                           s.grad_columns + n * kPanel * s.value_words, kPanel,
-                                           s.products, kPanel);
+      multiply<kPairs, false, Into::store>(
+          here, 2, s.value_words, s.value + j * s.value_words, s.value_words,
+          s.grad_columns + n * kPanel * s.value_words, kPanel, s.products, kPanel);
       if (w.how.general)
         differentiate<kPairs, true>(w, s, panel, key + j, j, here, n * kPanel, shift + n * kPanel,
                                     delta + n * kPanel, mask, mask_gradient);
@@ -559,12 +558,14 @@ static void backward_chunk(const Backward &w, const BackwardScratch &s, int64_t 
       if (w.mask_over_keys)
         for (int64_t r = 0; r < kBlockRows; ++r) row[0] += s.row_sums[r];
       else
-        for (int64_t j = 0; j < count; ++j) row[(key + j) * p.grad_mask.strides[3]] += s.key_sums[j];
+        for (int64_t j = 0; j < count; ++j)
+          row[(key + j) * p.grad_mask.strides[3]] += s.key_sums[j];
       turn.end();
     }
   }
   for (int64_t j = 0; j < count; ++j) {
-    float *grad_key = s.grad_key + j * s.query_lanes, *grad_value = s.grad_value + j * s.value_lanes;
+    float *grad_key = s.grad_key + j * s.query_lanes,
+          *grad_value = s.grad_value + j * s.value_lanes;
     for (int64_t d = 0; d < p.dim; ++d) grad_key[d] *= p.scale;
     write_row(grad_key, (char *)row_at(p.grad_key, b, kv_head, key + j), p.grad_key.strides[3],
               p.dtype, p.dim);

@@ -150,10 +150,14 @@ static void decode_rows(const Forward &f, int64_t unit, int64_t split, const For
 
 static void decode_unit(const Forward &f, int64_t unit, int64_t split, const ForwardScratch &s) {
   switch (f.unit_rows) {
-    case 1: return decode_rows<1>(f, unit, split, s);
-    case 2: return decode_rows<2>(f, unit, split, s);
-    case 3: return decode_rows<3>(f, unit, split, s);
-    default: return decode_rows<4>(f, unit, split, s);
+    case 1:
+      return decode_rows<1>(f, unit, split, s);
+    case 2:
+      return decode_rows<2>(f, unit, split, s);
+    case 3:
+      return decode_rows<3>(f, unit, split, s);
+    default:
+      return decode_rows<4>(f, unit, split, s);
   }
 }
 
@@ -170,7 +174,7 @@ static void combine_row(const Forward &f, int64_t unit, int64_t r, float *sums) 
   memset(sums, 0, (size_t)p.value_dim * 4);
   for (int64_t split = 0; split < f.splits; ++split) {
     const float *from = f.partial_at(unit, split, r);
-    const float weight = exp2(splat(from[0] - shift))[0];
+    const float weight = exp2(splat((from[0] - shift) * f.how.factor))[0];
     total += from[1] * weight;
     for (int64_t d = 0; d < p.value_dim; ++d) sums[d] += from[2 + d] * weight;
   }

@@ -39,7 +39,6 @@ ORCHARD_INLINE Floats exp2(Floats x) {
 }
 
 constexpr float kLog2e = 1.44269504088896340736f;
-constexpr float kLn2 = 0.69314718055994530942f;
 
 // tanh within 4 ulp: a polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel.
 ORCHARD_INLINE Floats tanh(Floats x) {

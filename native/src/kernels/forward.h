@@ -54,14 +54,14 @@ struct Forward {
 
 // Scratch of one thread.
 struct ForwardScratch {
-  uint32_t *query;      // [panel][word][kPanel]; decode: [row][dim] fp32
-  float *sums;          // [panel][value_dim][kPanel]; decode: [row][value_dim]
-  float *top, *total;   // [panel][kPanel]
-  float *factor;        // [kPanel]: what sums so far are multiplied by
+  uint32_t *query;        // [panel][word][kPanel]; decode: [row][dim] fp32
+  float *sums;            // [panel][value_dim][kPanel]; decode: [row][value_dim]
+  float *top, *total;     // [panel][kPanel]
+  float *factor;          // [kPanel]: what sums so far are multiplied by
   uint32_t *key, *value;  // one tile of each
-  float *scores;        // [key][kPanel]
+  float *scores;          // [key][kPanel]
   float *mask, *mask_rows;
-  float *rows;          // kLanes rows of the widest kind
+  float *rows;  // kLanes rows of the widest kind
   Panel *panels;
   size_t bytes;
 
@@ -172,15 +172,15 @@ static void softmax(const Problem &p, const Scoring &how, const Panel &panel, in
       best[v] = larger(load(scores + j * kPanel + v * kLanes), best[v]);
   for (int v = 0; v < kVectors; ++v) {
     const Floats before = load(top + v * kLanes);
-    const Floats now = larger(best[v] * how.factor, before);
+    const Floats now = larger(best[v], before);
     shift[v] = select(now == splat(-kInfinity), splat(0.0f), now);
     store(top + v * kLanes, now);
-    store(factor + v * kLanes, exp2(before - shift[v]));
+    store(factor + v * kLanes, exp2((before - shift[v]) * how.factor));
     sum[v] = splat(0.0f);
   }
 
   const auto probability = [&](int64_t j, int v) __attribute__((always_inline)) {
-    return exp2(load(scores + j * kPanel + v * kLanes) * how.factor - shift[v]);
+    return exp2((load(scores + j * kPanel + v * kLanes) - shift[v]) * how.factor);
   };
   if (p.drop_threshold != 0) {
     for (int64_t group = 0; group < count; group += 8) {
@@ -201,7 +201,8 @@ static void softmax(const Problem &p, const Scoring &how, const Panel &panel, in
         for (int j = 0; j < 8; ++j) {
           if constexpr (kPairs) {
             if (j % 2 == 0)
-              store(scores + (group + j) / 2 * kPanel + v * kLanes, pair_bf16(held[j], held[j + 1]));
+              store(scores + (group + j) / 2 * kPanel + v * kLanes,
+                    pair_bf16(held[j], held[j + 1]));
           } else {
             if (group + j < count) store(scores + (group + j) * kPanel + v * kLanes, held[j]);
           }
@@ -247,8 +248,8 @@ static void pack_tile(const Forward &f, const ForwardScratch &s, int64_t batch, 
   const Problem &p = f.p;
   const int64_t words = words_of<kPairs>(p.dim), wide = round_up(p.value_dim, kTileRows);
   for (int64_t j = 0; j < count; ++j)
-    pack_row<kPairs>(row_at(p.key, batch, kv_head, key + j), p.key.strides[3], p.dtype, p.dim, words,
-                     s.key + j * words);
+    pack_row<kPairs>(row_at(p.key, batch, kv_head, key + j), p.key.strides[3], p.dtype, p.dim,
+                     words, s.key + j * words);
   memset(s.key + count * words, 0, (size_t)((round_up(count, 8) - count) * words) * 4);
   const auto value_row = [&](int64_t j) { return row_at(p.value, batch, kv_head, key + j); };
   if constexpr (kPairs) {
@@ -284,7 +285,7 @@ static void write_finished(const Forward &f, int64_t unit, int64_t r, float top,
             p.value_dim);
   if (p.lse.data != nullptr)
     *(float *)row_at(p.lse, at.batch, at.head, at.row) =
-        total == 0 ? -kInfinity : top * kLn2 + __builtin_logf(total);
+        total == 0 ? -kInfinity : top * f.how.scale + __builtin_logf(total);
 }
 
 // A row whose keys are done: out and lse, or a partial result where the keys are split.
@@ -347,13 +348,15 @@ static void forward_block(const Forward &f, int64_t unit, int64_t block, int64_t
         mask = s.mask;
       }
       multiply<kPairs, false, Into::store>(round_up(here, kTileRows), panel.vectors(), words,
-                                           s.key + begin * words, words,
-                                           s.query + n * query_panel, kPanel, s.scores, kPanel);
+                                           s.key + begin * words, words, s.query + n * query_panel,
+                                           kPanel, s.scores, kPanel);
       float *top = s.top + n * kPanel, *total = s.total + n * kPanel;
       if (panel.vectors() == 2)
-        softmax<kPairs, 2>(p, f.how, panel, key + begin, here, s.scores, mask, top, total, s.factor);
+        softmax<kPairs, 2>(p, f.how, panel, key + begin, here, s.scores, mask, top, total,
+                           s.factor);
       else
-        softmax<kPairs, 1>(p, f.how, panel, key + begin, here, s.scores, mask, top, total, s.factor);
+        softmax<kPairs, 1>(p, f.how, panel, key + begin, here, s.scores, mask, top, total,
+                           s.factor);
       multiply<kPairs, true, Into::scale_add>(
           wide, panel.vectors(), words_of<kPairs>(here), s.value + words_of<kPairs>(begin) * wide,
           wide, (const uint32_t *)s.scores, kPanel, s.sums + n * sums_panel, kPanel, s.factor);

@@ -8,10 +8,14 @@ namespace orchard::ORCHARD_ISA {
 
 ORCHARD_INLINE int64_t element_size(int32_t dtype) {
   switch (dtype) {
-    case ORCHARD_FLOAT32: return 4;
-    case ORCHARD_FLOAT64: return 8;
-    case ORCHARD_BOOL: return 1;
-    default: return 2;
+    case ORCHARD_FLOAT32:
+      return 4;
+    case ORCHARD_FLOAT64:
+      return 8;
+    case ORCHARD_BOOL:
+      return 1;
+    default:
+      return 2;
   }
 }
 
@@ -47,8 +51,7 @@ static void read_row(const char *from, int64_t stride, int32_t dtype, int64_t co
       for (; i < count; ++i) to[i] = (float)((const double *)from)[i * stride];
       break;
     case ORCHARD_BOOL:
-      for (; i < count; ++i)
-        to[i] = ((const uint8_t *)from)[i * stride] ? 0.0f : -__builtin_inff();
+      for (; i < count; ++i) to[i] = ((const uint8_t *)from)[i * stride] ? 0.0f : -__builtin_inff();
       break;
   }
 }
@@ -75,8 +78,8 @@ static void write_row(const float *from, char *to, int64_t stride, int32_t dtype
 }
 
 // `count` elements as they are, zeros up to `padded`; for bf16 operands of pair products.
-static void copy_halves(const char *from, int64_t stride, int64_t count, int64_t padded,
-                        uint16_t *to) {
+static inline void copy_halves(const char *from, int64_t stride, int64_t count, int64_t padded,
+                               uint16_t *to) {
   const uint16_t *halves = (const uint16_t *)from;
   if (stride == 1 && count > 0) {
     memcpy(to, from, (size_t)count * 2);
@@ -105,7 +108,8 @@ static void pack_row(const char *from, int64_t stride, int32_t dtype, int64_t co
 }
 
 // Rows in pairs, element by element, as a product along the rows wants its bf16.
-static void interleave(const uint16_t *low, const uint16_t *high, int64_t count, uint32_t *to) {
+static inline void interleave(const uint16_t *low, const uint16_t *high, int64_t count,
+                              uint32_t *to) {
   for (int64_t i = 0; i < count; ++i) to[i] = (uint32_t)low[i] | (uint32_t)high[i] << 16;
 }
 

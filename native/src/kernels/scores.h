@@ -1,4 +1,4 @@
-// From products of query and key to scores in the base-2 logarithm, and which of them count.
+// From products of query and key to scores, and which of them count.
 #pragma once
 
 #include "exp2.h"
@@ -23,9 +23,10 @@ struct Panel {
 // What turns a product into a score, worked out once for a call.
 struct Scoring {
   bool general;   // softcap, a mask, or a scale of 0: scores are shaped before the softmax
-  float factor;   // of a product in the exponent of 2; never negative
+  float scale;    // what is left to multiply before the softmax's exponent; never negative
+  float factor;   // the same in the exponent of 2
   uint32_t sign;  // flips the query's sign bits where the scale is negative
-  float into_tanh, out_of_tanh;
+  float into_tanh;
   int32_t low, high;  // of the band
   int64_t mask_strides[4];
   bool mask_by_row;  // differs from row to row or from head to head
@@ -34,10 +35,10 @@ struct Scoring {
   explicit Scoring(const Problem &p, bool pairs) {
     const bool masked = p.mask.data != nullptr;
     general = masked || p.softcap > 0 || p.scale == 0;
-    factor = general ? 1.0f : (p.scale < 0 ? -p.scale : p.scale) * kLog2e;
+    scale = general ? 1.0f : (p.scale < 0 ? -p.scale : p.scale);
+    factor = scale * kLog2e;
     sign = general || p.scale >= 0 ? 0 : (pairs ? 0x80008000u : 0x80000000u);
     into_tanh = p.softcap > 0 ? p.scale / p.softcap : 0.0f;
-    out_of_tanh = p.softcap * kLog2e;
     low = (int32_t)smaller_of(larger_of(p.band_low, -INT32_MAX), INT32_MAX);
     high = (int32_t)smaller_of(larger_of(p.band_high, -INT32_MAX), INT32_MAX);
     for (int axis = 0; axis < 4; ++axis)
@@ -58,15 +59,14 @@ struct Scoring {
 static bool read_mask(const Problem &p, const Scoring &how, const Panel &panel, int64_t batch,
                       int64_t key, int64_t count, float *columns, float *rows) {
   const int64_t ld = round_up(count, kLanes), size = element_size(p.mask.dtype);
-  const char *base = (const char *)p.mask.data +
-                     (batch * how.mask_strides[0] + key * how.mask_strides[3]) * size;
+  const char *base =
+      (const char *)p.mask.data + (batch * how.mask_strides[0] + key * how.mask_strides[3]) * size;
   const int vectors = panel.vectors();
   Floats any = splat(-kInfinity);
   for (int v = 0; v < vectors; ++v) {
     if (!how.mask_by_row) {
       if (v == 0) read_row(base, how.mask_strides[3], p.mask.dtype, count, rows);
-      for (int64_t j = 0; j < count; ++j)
-        store(columns + j * kPanel + v * kLanes, splat(rows[j]));
+      for (int64_t j = 0; j < count; ++j) store(columns + j * kPanel + v * kLanes, splat(rows[j]));
     } else {
       for (int r = 0; r < kLanes; ++r) {
         const int64_t lane = v * kLanes + r;
@@ -84,21 +84,22 @@ static bool read_mask(const Problem &p, const Scoring &how, const Panel &panel, 
   return false;
 }
 
-// A product as a score: scale, softcap, mask. `slope` is the derivative of the softcap.
-ORCHARD_INLINE Floats shape(const Problem &p, const Scoring &how, Floats product,
-                            const float *mask, Floats *slope) {
+// A product as a score: scale, softcap, mask. `slope` is the derivative of the softcap. Rounded as
+// it stands, not fused with what follows, so that forward and backward see the same score.
+ORCHARD_INLINE Floats shape(const Problem &p, const Scoring &how, Floats product, const float *mask,
+                            Floats *slope) {
   Floats score;
   if (p.softcap > 0) {
     const Floats t = tanh(product * how.into_tanh);
-    score = t * how.out_of_tanh;
+    score = rounded(t * p.softcap);
     *slope = 1.0f - t * t;
   } else {
-    score = product * p.scale * kLog2e;
+    score = rounded(product * p.scale);
   }
   if (mask == nullptr) return score;
   const Floats m = load(mask);
   if (p.mask.dtype == ORCHARD_BOOL) return select(m == splat(0.0f), score, m);
-  return score + m * kLog2e;
+  return score + m;
 }
 
 // Whether some row of the panel does not see `key`.

@@ -68,9 +68,19 @@ ORCHARD_INLINE To bits_as(From from) {
   return to;
 }
 
-ORCHARD_INLINE Floats select(Ints condition, Floats yes, Floats no) {
-  return condition ? yes : no;
+// x as a value of its own: the compiler may not fuse the multiplication that made it.
+ORCHARD_INLINE Floats rounded(Floats x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__x86_64__)
+  asm("" : "+x"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
 }
+
+ORCHARD_INLINE Floats select(Ints condition, Floats yes, Floats no) { return condition ? yes : no; }
 
 // a where a > b, else b: of two of which one is NaN, b.
 ORCHARD_INLINE Floats larger(Floats a, Floats b) {
@@ -104,7 +114,8 @@ ORCHARD_INLINE float sum_of_lanes(Floats v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);
 #elif defined(__AVX2__)
-  const __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  const __m128 half =
+      _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
 #else
@@ -181,9 +192,8 @@ ORCHARD_INLINE Halves narrow_bf16(Floats x) {
 ORCHARD_INLINE Words pair_bf16(Floats low, Floats high) {
 #if defined(__AVX512BF16__)
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-  const __m512i order = _mm512_set_epi16(
-      31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
-      3, 18, 2, 17, 1, 16, 0);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return (Words)_mm512_permutexvar_epi16(order, both);
 #else
   // NaN keeps its high bits, which stay a NaN where the payload begins there; ours always do.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
+from orchard.attention.leaving import inside
 from orchard.attention.memory import conform, empty_following, empty_lse
 from orchard.attention.problem import (
     Gradients,
@@ -76,9 +77,12 @@ def _forward(
     tensors = Tensors(query, key, value, mask, seed)
     options = settings.options(query, key)
     problem = describe(tensors, options, lse=return_lse, grad=grad, mask_grad=mask_grad)
-    saved = planner().run(
-        problem, settings.backend, lambda server, kernel: server.forward(problem, kernel, tensors)
-    )
+    with inside:
+        saved = planner().run(
+            problem,
+            settings.backend,
+            lambda server, kernel: server.forward(problem, kernel, tensors),
+        )
     lse = saved.lse if return_lse or grad else _no_lse(query)
     return conform(saved.out, query), lse.contiguous()
 
@@ -121,11 +125,12 @@ def _backward(
         mask_grad=mask_grad,
     )
     saved, upstream = Saved(out, lse), Upstream(grad_out, grad_lse)
-    grads = planner().run(
-        problem,
-        settings.backend,
-        lambda server, kernel: server.backward(problem, kernel, tensors, saved, upstream),
-    )
+    with inside:
+        grads = planner().run(
+            problem,
+            settings.backend,
+            lambda server, kernel: server.backward(problem, kernel, tensors, saved, upstream),
+        )
     return (
         conform(grads.query, query),
         conform(grads.key, key),
@@ -269,14 +274,16 @@ def forward_op(*args: Any, grad: bool) -> tuple[Tensor, Tensor]:
     """The forward operator. Eager calls skip the dispatcher's autograd layer, for speed."""
     if torch.compiler.is_compiling():
         return _forward_op(*args)  # type: ignore[no-any-return]
-    return _forward_below(args, grad)
+    with inside:
+        return _forward_below(args, grad)
 
 
 def backward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The backward operator, likewise."""
     if torch.compiler.is_compiling():
         return _backward_op(*args)  # type: ignore[no-any-return]
-    return _backward_below(*args)
+    with inside:
+        return _backward_below(*args)
 
 
 def _forward_autograd(*args: Any) -> tuple[Tensor, Tensor]:

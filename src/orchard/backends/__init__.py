@@ -7,6 +7,7 @@ import importlib
 from orchard.dispatch.backend import Backend
 
 REGISTRY = (
+    "orchard.backends.cpu:CpuBackend",
     "orchard.backends.aten:AtenBackend",
     "orchard.backends.reference:ReferenceBackend",
 )

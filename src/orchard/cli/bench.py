@@ -7,39 +7,59 @@ Orchard is faster. Exit status 1: a result of Orchard's was wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from orchard.cli.chart import draw, why_no_chart
+from orchard.cli import record
+from orchard.cli.chart import draw, draw_targets, why_no_chart
 from orchard.cli.console import print_table, progress
+from orchard.errors import ArgumentValueError
 
 if TYPE_CHECKING:  # `orchard doctor` has to start without a working torch
     import torch
 
-    from orchard.testing.benchmark import Case, Check, Row, Side, Spread
+    from orchard.testing.benchmark import Case, Row, Side, Spread
+    from orchard.testing.targets import Finding, Target
 
+T = TypeVar("T")
+Say = Callable[[str], None]
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("cpu", "cuda", "mps")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("preset", nargs="?", type=_preset, help="which cases (default: quick)")
     parser.add_argument(
-        "preset", nargs="?", default="quick", type=_preset, help="which cases (default: quick)"
+        "--preset", dest="preset_option", metavar="PRESET", type=_preset, help="the same"
     )
     parser.add_argument("--list", action="store_true", help="list the presets and stop")
     parser.add_argument(
-        "--device", default="auto", type=_device, help="auto, cpu, cuda or mps (default: auto)"
+        "--only",
+        action="append",
+        metavar="TEXT",
+        help="the row of this name, or else those that have it in their name; may be repeated",
     )
     parser.add_argument(
-        "--backend", default="auto", type=_backend, help="who must serve Orchard's calls"
+        "--device",
+        type=_device,
+        help="auto, cpu, cuda or mps (default: auto, with preset cpu: cpu)",
+    )
+    parser.add_argument(
+        "--backend",
+        type=_backend,
+        help="who must serve Orchard's calls (default: auto, with preset cpu: cpu)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="instead of the preset's own dtypes")
     parser.add_argument(
         "--seconds", type=_seconds, default=0.5, help="time for each row (default: 0.5)"
+    )
+    parser.add_argument(
+        "--details", action="store_true", help="with the preset cpu, tables of its cases as well"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("orchard-bench"), help="folder for the results"
@@ -53,9 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _preset(name: str) -> str:
-    from orchard.testing.presets import PRESETS
+    return _one_of(name, tuple(_presets()))
 
-    return _one_of(name, tuple(PRESETS))
+
+def _presets() -> dict[str, str]:
+    """Every preset's name and what it measures."""
+    from orchard.testing.presets import PRESETS
+    from orchard.testing.targets import TABLES
+
+    return {name: preset.__doc__ or "" for name, preset in (PRESETS | TABLES).items()}
 
 
 def _backend(name: str) -> str:
@@ -94,33 +120,67 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    from orchard.testing.presets import PRESETS
+    from orchard.testing.targets import TABLES
 
     if args.list:
-        listing = [[name, preset.__doc__ or ""] for name, preset in PRESETS.items()]
+        listing = [[name, what] for name, what in _presets().items()]
         print_table("Presets", ["preset", "what it measures"], listing)
         return 0
-
-    import torch
-
-    dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    cases = PRESETS[args.preset](args.device, dtype)
-    say = _on_standard_error if args.json else print
-    args.out.mkdir(parents=True, exist_ok=True)
-    stored = args.out / f"{args.preset}.jsonl"
-    rows, facts = _measure_all(args, cases, stored)
-    if not args.json:
-        _print_rows(args.preset, rows, facts)
-    say(f"Data: {stored}")
-    _plot(args, rows, facts, say)
+    if args.preset and args.preset_option not in (None, args.preset):
+        raise ArgumentValueError(f"two presets: {args.preset} and {args.preset_option}")
+    args.preset = args.preset_option or args.preset or "quick"
+    rows = _run_table(args) if args.preset in TABLES else _run_cases(args)
     wrong = [row for row in rows if not row.right]
     for row in wrong:
-        say(f"{row.case.name}: {row.ours.status}: {row.ours.note}")
+        _say(args)(f"{row.case.name}: {row.ours.status}: {row.ours.note}")
     return 1 if wrong else 0
+
+
+def _say(args: argparse.Namespace) -> Say:
+    return _on_standard_error if args.json else print
 
 
 def _on_standard_error(text: str) -> None:
     print(text, file=sys.stderr)
+
+
+def _picked(items: Sequence[T], wanted: Sequence[str] | None, name: Callable[[T], str]) -> list[T]:
+    """The items of each wanted name, or else those that contain it, in their own order."""
+    if not wanted:
+        return list(items)
+    names = [name(item) for item in items]
+    kept: set[str] = set()
+    for text in wanted:
+        found = [each for each in names if each.casefold() == text.casefold()]
+        found = found or [each for each in names if text.casefold() in each.casefold()]
+        if not found:
+            raise ArgumentValueError(f"no row has {text!r} in its name: {'; '.join(names)}")
+        kept.update(found)
+    return [item for item in items if name(item) in kept]
+
+
+def _run_cases(args: argparse.Namespace) -> list[Row]:
+    import torch
+
+    from orchard.dispatch.planner import AUTO
+    from orchard.testing.presets import PRESETS
+
+    args.device = args.device or _device("auto")
+    args.backend = args.backend or AUTO
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    cases = _picked(PRESETS[args.preset](args.device, dtype), args.only, lambda case: case.name)
+    stored = _stored(args)
+    rows, facts = _measure_all(args, cases, stored)
+    if not args.json:
+        _print_rows(args.preset, rows, facts)
+    _say(args)(f"Data: {stored}")
+    _plot(args, partial(draw, args.preset, rows, facts))
+    return rows
+
+
+def _stored(args: argparse.Namespace) -> Path:
+    args.out.mkdir(parents=True, exist_ok=True)
+    return Path(args.out / f"{args.preset}.jsonl")
 
 
 def _measure_all(
@@ -136,86 +196,68 @@ def _measure_all(
         for case in cases:
             row = measure(case, args.device, args.backend, args.seconds)
             rows.append(row)
-            line = json.dumps(as_data(args.preset, row, facts))
-            _write(line, file)
-            if args.json:
-                _write(line, sys.stdout)
+            record.write(record.as_data(args.preset, row, facts), file, shown=args.json)
             step(case.name)
     return rows, facts
 
 
-def _write(line: str, file: TextIO) -> None:
-    print(line, file=file, flush=True)
+def _run_table(args: argparse.Namespace) -> list[Row]:
+    """Measure targets; every row of every one comes back."""
+    import torch
+
+    from orchard.testing.targets import HEADERS, TABLES, cells
+
+    if args.device not in (None, torch.device("cpu")):
+        raise ArgumentValueError(f"the preset {args.preset} is for the CPU, not {args.device}")
+    if args.dtype is not None:
+        raise ArgumentValueError(f"the preset {args.preset} has its own dtypes; --only picks rows")
+    args.device = torch.device("cpu")
+    args.backend = args.backend or "cpu"
+    targets = _picked(TABLES[args.preset](), args.only, lambda target: target.work)
+    stored = _stored(args)
+    findings, facts = _measure_targets(args, targets, stored)
+    rows = [point.row for finding in findings for point in finding.points]
+    if not args.json:
+        print_table(
+            f"{args.preset} on {facts['cpu']}, {facts['threads']} threads: torch's time / ours,"
+            " geometric mean of the cases (of one case: p20 to p80 of its rounds)",
+            HEADERS,
+            [cells(finding.summary()) for finding in findings],
+        )
+        if args.details:
+            _print_rows(args.preset, rows, facts)
+    notes = Counter(row.ours.note for row in rows if row.ours.status == "not served")
+    for note, count in notes.items():
+        _say(args)(f"Not served, {count} of {len(rows)} cases: {note}")
+    _say(args)(f"Data: {stored}")
+    _plot(args, partial(draw_targets, args.preset, findings, facts))
+    return rows
 
 
-def as_data(preset: str, row: Row, facts: dict[str, Any]) -> dict[str, Any]:
-    """A row as one JSON object: the case, both sides, the ratio and the machine."""
-    from orchard.dispatch.backend import dtype_name
-    from orchard.testing.benchmark import flops
+def _measure_targets(
+    args: argparse.Namespace, targets: list[Target], stored: Path
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Every target: a line for each case as soon as it is there, then one for the whole."""
+    from orchard.testing.machine import machine
+    from orchard.testing.targets import Finding, measure_case
 
-    case = row.case
-    return {
-        "preset": preset,
-        "case": case.name,
-        "step": "forward+backward" if case.backward else "forward",
-        "batch": case.batch,
-        "heads": case.heads,
-        "kv_heads": case.kv_heads,
-        "rows": case.rows,
-        "keys": case.keys,
-        "dim": case.dim,
-        "value_dim": case.value_dim,
-        "dtype": dtype_name(case.dtype),
-        "views": list(case.views),
-        "mask": case.mask,
-        "mask_grad": case.mask_grad,
-        "causal": case.causal,
-        "window": case.window,
-        "dropout_p": case.dropout_p,
-        "flops": flops(case),
-        "status": row.ours.status,
-        "ratio": _spread_data(row.ratio),
-        "rounds": row.rounds,
-        "ours": _side_data(row.ours, case),
-        "torch": _side_data(row.torch, case),
-        "served": row.served,
-        "kernels": list(row.kernels),
-        "machine": facts,
-    }
-
-
-def _spread_data(spread: Spread | None) -> dict[str, float] | None:
-    return None if spread is None else spread._asdict()
-
-
-def _side_data(side: Side, case: Case) -> dict[str, Any]:
-    return {
-        "status": side.status,
-        "note": side.note,
-        "check": None if side.check is None else _check_data(side.check, case),
-        "seconds": _spread_data(side.seconds),
-        "gflops": side.gflops,
-        "peak_bytes": side.peak_bytes,
-    }
-
-
-def _check_data(check: Check, case: Case) -> dict[str, Any]:
-    part = check.part
-    return {
-        "ok": check.ok,
-        "whole": part.covers(case),
-        "first_batches": part.batch,
-        "first_heads": part.heads,
-        "last_rows": part.rows,
-        "results": {
-            c.name: {"error": _number(c.error), "budget": c.budget} for c in check.comparisons
-        },
-    }
-
-
-def _number(value: float) -> float | str:
-    """JSON has no infinity."""
-    return value if value < math.inf else "inf"
+    facts = machine(args.device)
+    findings = []
+    total = sum(len(target.cases) for target in targets)
+    with stored.open("w") as file, progress(f"bench {args.preset}", total) as step:
+        for target in targets:
+            points = []
+            for case in target.cases:
+                point = measure_case(target, case, args.backend, args.seconds)
+                points.append(point)
+                data = record.as_data(args.preset, point.row, facts)
+                data |= {"target": target.work, "unit": target.unit, "value": point.data()}
+                record.write(data, file, shown=args.json)
+                step(case.name)
+            findings.append(Finding(target, tuple(points)))
+            summary = {"preset": args.preset, **findings[-1].summary(), "machine": facts}
+            record.write(summary, file, shown=args.json)
+    return findings, facts
 
 
 def _print_rows(preset: str, rows: list[Row], facts: dict[str, Any]) -> None:
@@ -287,17 +329,15 @@ def _served(row: Row) -> str:
     return ", ".join(dict.fromkeys(row.served.values())) or "-"
 
 
-def _plot(
-    args: argparse.Namespace, rows: list[Row], facts: dict[str, Any], say: Callable[[str], None]
-) -> None:
+def _plot(args: argparse.Namespace, picture: Callable[[list[Path]], None]) -> None:
     if args.no_plot:
         return
     reason = why_no_chart()
     if reason is not None:
-        say(f"Plot left out: {reason}")
+        _say(args)(f"Plot left out: {reason}")
         return
     paths = [args.out / f"{args.preset}.png"]
     if args.plot == "svg":
         paths.append(args.out / f"{args.preset}.svg")
-    draw(args.preset, rows, facts, paths)
-    say(f"Plot: {', '.join(map(str, paths))}")
+    picture(paths)
+    _say(args)(f"Plot: {', '.join(map(str, paths))}")

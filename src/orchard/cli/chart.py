@@ -1,4 +1,4 @@
-"""The benchmark's plot: a bar for each ratio, from the line where both are equally fast."""
+"""The benchmark's plots: a bar for each ratio, from the line where both are equally fast."""
 
 from __future__ import annotations
 
@@ -9,10 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from orchard.testing.benchmark import Row
+    from orchard.testing.targets import Finding, Unit
 
 FASTER, SLOWER, EQUAL = "#2f7d4f", "#b5533c", "#9a9a9a"
+MET = {"aim": FASTER, "must": "#8fbf9f", "no": SLOWER}
 INK, PALE, LINES = "#222222", "#777777", "#dddddd"
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+AXES: dict[Unit, str] = {
+    "x": "torch's time / Orchard's, log scale: right of 1 Orchard is faster",
+    "share": "Orchard's rate / the rate of torch's matrix product",
+    "MB": "MB beyond operands and results: less is better",
+}
+AIM: dict[str, Any] = {
+    "marker": "D",
+    "markersize": 6,
+    "markerfacecolor": "white",
+    "markeredgecolor": INK,
+    "linestyle": "none",
+    "zorder": 6,
+}
+DOT: dict[str, Any] = {"marker": "o", "color": INK, "alpha": 0.55, "linestyle": "none"}
+TICK: dict[str, Any] = {"marker": "|", "markeredgewidth": 2.2, "color": INK, "linestyle": "none"}
 
 
 def why_no_chart() -> str | None:
@@ -81,27 +98,120 @@ def _label(axes: Any, place: int, row: Row) -> None:
 
 
 def _decorate(axes: Any, preset: str, facts: dict[str, Any]) -> None:
-    from matplotlib.ticker import NullLocator
-
-    low, high = axes.get_xlim()
-    ticks = [tick for tick in TICKS if low <= tick <= high]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_yticks([])
-    axes.grid(axis="x", color=LINES, linewidth=0.8, zorder=0)
-    axes.axvline(1.0, color=INK, linewidth=1.2, zorder=3)
-    axes.tick_params(axis="x", labelsize=9, colors=PALE)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    _ratio_axis(axes)
     axes.set_xlabel(
         "torch's time / Orchard's, log scale: right of 1 Orchard is faster\n"
         "whiskers: p20 to p80 of the rounds; grey where they include 1",
         color=INK,
         fontsize=9,
     )
+    axes.set_title(_title(preset, facts), loc="left", fontsize=11)
+
+
+def _ratio_axis(axes: Any) -> None:
+    from matplotlib.ticker import NullLocator
+
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in TICKS if low <= tick <= high]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.axvline(1.0, color=INK, linewidth=1.2, zorder=3)
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    axes.set_yticks([])
+    axes.grid(axis="x", color=LINES, linewidth=0.8, zorder=0)
+    axes.tick_params(axis="x", labelsize=9, colors=PALE)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _title(preset: str, facts: dict[str, Any]) -> str:
     threads = "" if facts["gpu"] else f", {facts['threads']} threads"
     versions = f"torch {facts['torch']}, orchard {facts['orchard']}, {facts['date'][:10]}"
-    axes.set_title(
-        f"orchard bench {preset}\n{facts['gpu'] or facts['cpu']}{threads}, {versions}",
-        loc="left",
-        fontsize=11,
+    return f"orchard bench {preset}\n{facts['gpu'] or facts['cpu']}{threads}, {versions}"
+
+
+def draw_targets(
+    preset: str, findings: Sequence[Finding], facts: dict[str, Any], paths: Sequence[Path]
+) -> None:
+    """A bar for each target with its cases, what it must reach and what it aims at."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = [
+        (unit, found)
+        for unit in AXES
+        if (found := [finding for finding in findings if finding.target.unit == unit])
+    ]
+    heights = [len(found) + 1.2 for _, found in panels]
+    figure = Figure(figsize=(11, 1.4 + 0.42 * sum(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(panels), squeeze=False, height_ratios=heights)
+    for axes, (unit, found) in zip(grid[:, 0], panels, strict=True):
+        _panel(axes, unit, found)
+    figure.suptitle(_title(preset, facts), x=0.01, ha="left", fontsize=11)
+    figure.legend(handles=_legend(), loc="outside lower left", ncols=6, frameon=False, fontsize=9)
+    for path in paths:
+        figure.savefig(path, dpi=150)
+
+
+def _panel(axes: Any, unit: Unit, findings: Sequence[Finding]) -> None:
+    """The findings of one unit, on one axis."""
+    numbers = [
+        number
+        for finding in findings
+        for number in (*finding.values, finding.target.must, finding.target.aim)
+    ]
+    axes.set_ylim(len(findings) - 0.4, -0.6)
+    if unit == "x":
+        axes.set_xscale("log")
+        axes.set_xlim(min(0.8, min(numbers) / 1.2), max(2.0, max(numbers) * 1.7))
+        _ratio_axis(axes)
+    else:
+        axes.set_xlim(0.0, max(numbers) * 1.2)
+        _plain(axes)
+    axes.set_xlabel(AXES[unit], color=INK, fontsize=9)
+    for place, finding in enumerate(findings):
+        _target_bar(axes, place, finding, start=1.0 if unit == "x" else 0.0)
+
+
+def _target_bar(axes: Any, place: int, finding: Finding, start: float) -> None:
+    from orchard.testing.targets import cells
+
+    name, found, *_ = cells(finding.summary())
+    at_axis = {"xy": (0, place), "xycoords": axes.get_yaxis_transform()}
+    beside = {"textcoords": "offset points", "va": "center"}
+    axes.annotate(name, **at_axis, xytext=(-8, 0), ha="right", fontsize=10, color=INK, **beside)
+    target, reached = finding.target, [start, *finding.values]
+    if finding.found is not None:
+        bar = {"height": 0.55, "color": MET[finding.met], "zorder": 2}
+        axes.barh(place, finding.found - start, left=start, **bar)
+        if len(finding.values) > 1:
+            heights = [place] * len(finding.values)
+            axes.plot(finding.values, heights, **DOT, markersize=3.5, zorder=4)
+    axes.plot(target.must, place, **TICK, markersize=18, zorder=5)
+    axes.plot(target.aim, place, **AIM)
+    axes.annotate(
+        found,
+        (max(*reached, target.must, target.aim), place),
+        (8, 0),
+        color=INK if finding.found is not None else SLOWER,
+        fontsize=9,
+        weight="normal" if finding.found is not None else "bold",
+        **beside,
     )
+
+
+def _legend() -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    return [
+        Patch(color=MET["aim"], label="reaches its aim"),
+        Patch(color=MET["must"], label="reaches what it must"),
+        Patch(color=MET["no"], label="does not"),
+        Line2D([], [], **TICK, markersize=11, label="must"),
+        Line2D([], [], **AIM, label="aim"),
+        Line2D([], [], **DOT, markersize=3.5, label="a case"),
+    ]

@@ -15,6 +15,7 @@ device works, 1 when it does not, 2 when that cannot be told.
   tools        compiler, cmake: first line of --version, or null where absent
   devices      list of device, name, memory_bytes, compute_capability
   backends     list of backend, kernel, device, available, reason (code, sentence, fix), summary
+  native       library, abi_version, compiled, available, in_use, pool_threads, or problem and fix
   environment  list of name, value, valid, problem: the ORCHARD_* variables that are set
   check        device, status, sentence: what --check cpu says
   warnings     list of the warnings that came up meanwhile
@@ -54,7 +55,17 @@ T = TypeVar("T")
 PACKAGES = ("torch", "numpy", "triton", "rich", "matplotlib", "transformers", "diffusers")
 WORKS, FAILS, CANNOT_TELL = 0, 1, 2
 
-_TABLED = ("orchard", "python", "platform", "cpu", "memory", "torch", "packages", "tools")
+_TABLED = (
+    "orchard",
+    "python",
+    "platform",
+    "cpu",
+    "memory",
+    "torch",
+    "packages",
+    "tools",
+    "native",
+)
 _NAMES_BACKENDS = ("ORCHARD_BACKEND", "ORCHARD_DISABLE")
 _TOOL_SECONDS = 10
 _TOLERANCE = 0.01  # far below a wrong answer's error, above what TF32 loses
@@ -267,6 +278,27 @@ def _backend_facts() -> list[dict[str, Any]]:
     ]
 
 
+def _native_facts() -> dict[str, Any]:
+    _torch()
+    from orchard.backends.cpu import location, native
+
+    path = location.find_library()
+    shown = None if path is None else _without_home(path)
+    try:
+        library = native.use_isa(settings.current().cpu_isa)
+    except native.UnavailableError as error:
+        problem = error.reason.sentence.replace(str(Path.home()), "~")
+        return {"library": shown, "problem": problem, "fix": error.reason.fix}
+    return {
+        "library": _without_home(library.path),
+        "abi_version": library.abi_version(),
+        "compiled": library.isa_compiled,
+        "available": library.isa_available,
+        "in_use": library.isa,
+        "pool_threads": library.pool_threads(),
+    }
+
+
 def _environment_facts() -> list[dict[str, Any]]:
     return [
         _setting(name, value)
@@ -356,6 +388,7 @@ PROBES: dict[str, Callable[[], Any]] = {
     "tools": _tool_facts,
     "devices": _device_facts,
     "backends": _backend_facts,
+    "native": _native_facts,
     "environment": _environment_facts,
     "check": _cpu_check,
 }

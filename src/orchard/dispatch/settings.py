@@ -17,7 +17,9 @@ VARIABLES = (
     "ORCHARD_LOG",
     "ORCHARD_DEBUG_FLASHATN",
     "ORCHARD_NUM_THREADS",
+    "ORCHARD_CPU_ISA",
 )
+CPU_ISAS = ("avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "portable")
 logger = logging.getLogger("orchard")
 _handler = logging.StreamHandler()
 _handler.setFormatter(logging.Formatter("orchard %(levelname)s: %(message)s"))
@@ -31,6 +33,7 @@ class Settings:
     on_error: Literal["fallback", "raise"] = "fallback"
     log: str | None = None
     num_threads: int | None = None
+    cpu_isa: str | None = None
 
 
 def read(environ: Mapping[str, str]) -> Settings:
@@ -46,6 +49,9 @@ def read(environ: Mapping[str, str]) -> Settings:
     threads = environ.get("ORCHARD_NUM_THREADS") or None
     if threads is not None and not (threads.isdecimal() and int(threads) > 0):
         raise SettingError(f"ORCHARD_NUM_THREADS is {threads!r}; it must be a positive integer")
+    isa = environ.get("ORCHARD_CPU_ISA") or None
+    if isa is not None and isa not in CPU_ISAS:
+        raise SettingError(f"ORCHARD_CPU_ISA is {isa!r}; it must be one of {', '.join(CPU_ISAS)}")
     names = (name.strip() for name in environ.get("ORCHARD_DISABLE", "").split(","))
     return Settings(
         backend=environ.get("ORCHARD_BACKEND") or "auto",
@@ -53,6 +59,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         on_error="raise" if on_error == "raise" else "fallback",
         log=log,
         num_threads=None if threads is None else int(threads),
+        cpu_isa=isa,
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -19,19 +19,22 @@ from orchard.attention.dropout import draw_seed
 from orchard.attention.problem import Band, Options, Tensors, Upstream, make_band
 from orchard.dispatch.planner import AUTO, Plan
 from orchard.dispatch.report import stats
-from orchard.testing.budget import Comparison, Results, judge
+from orchard.testing.budget import Comparison, Results, Standard, compare, standard
 from orchard.testing.inputs import BY_NAME, Guarded, guarded
 from orchard.testing.memory import peak_memory
 from orchard.testing.poison import poisoned
 from orchard.text import one_line
 
 Step = Callable[[], object]
-Status = Literal["ok", "WRONG", "over budget", "not served", "failed"]
+Status = Literal["ok", "WRONG", "over budget", "not served", "failed", "not measured"]
 
 SAMPLE_SECONDS = 0.002  # a sample repeats the call until it lasts about this long
-FEWEST_ROUNDS = 4
+FEWEST_ROUNDS = 4  # or as many as PATIENCE seconds allow, but LEAST_ROUNDS
+LEAST_ROUNDS = 2
+PATIENCE = 5.0
+LONG_CALL = 1.0  # seconds: such a call, once it has been checked, needs no other warm-up
 BACKWARD_COST = 2.5  # of a forward, by the field's convention
-_SEED = 7
+SEED = 7
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -55,6 +58,7 @@ class Case:
     window: tuple[int, int] | None = None
     dropout_p: float = 0.0
     backward: bool = False
+    grad_rows: int | None = None  # the gradient that comes in is zero but for so many last rows
 
     @property
     def band(self) -> Band | None:
@@ -111,7 +115,7 @@ class Operands:
 
 def build(case: Case, device: torch.device) -> Operands:
     """Operands for `case`, the same values on every device."""
-    source = Generator().manual_seed(_SEED)
+    source = Generator().manual_seed(SEED)
     place = partial(guarded, dtype=case.dtype, device=device, generator=source)
     shapes = (
         (case.batch, case.heads, case.rows, case.dim),
@@ -133,6 +137,9 @@ def build(case: Case, device: torch.device) -> Operands:
     grad_out = None
     if case.backward:
         guards.append(place((case.batch, case.heads, case.rows, case.value_dim)))
+        if case.grad_rows is not None:
+            guards[-1].tensor[:, :, : case.rows - case.grad_rows] = 0.0
+            guards[-1] = replace(guards[-1], before=guards[-1].buffer.clone())
         grad_out = guards[-1].tensor
         for leaf in leaves:
             leaf.requires_grad_()
@@ -147,29 +154,41 @@ def our_step(
         operands.query,
         operands.key,
         operands.value,
-        **_options(case, operands),
+        **options_of(case, operands),
         generator=generator,
         backend=backend,
     )
     return _with_gradients(out, operands)
 
 
-def torch_step(case: Case, operands: Operands, mask: Tensor | None) -> tuple[Tensor, ...]:
-    """The same by torch, called as its user would call it; `mask` is from `torch_mask`."""
+def torch_step(case: Case, operands: Operands) -> tuple[Tensor, ...]:
+    """The same by torch, called as its user would call it; `operands` are from `for_torch`."""
     out = F.scaled_dot_product_attention(
         operands.query,
         operands.key,
         operands.value,
-        attn_mask=mask,
+        attn_mask=operands.mask,
         dropout_p=case.dropout_p,
-        is_causal=case.band is not None and mask is None,
+        is_causal=case.band is not None and operands.mask is None,
         enable_gqa=case.heads != case.kv_heads,
     )
     return _with_gradients(out, operands)
 
 
+def for_torch(case: Case, operands: Operands) -> Operands:
+    """The same operands with torch's mask, which is a leaf where the case's own is."""
+    mask = torch_mask(case, operands)
+    if mask is operands.mask or mask is None:
+        return operands
+    leaves = operands.leaves
+    if case.mask_grad:
+        mask = mask.detach().requires_grad_()
+        leaves = (*leaves[:-1], mask)
+    return replace(operands, mask=mask, leaves=leaves)
+
+
 def torch_mask(case: Case, operands: Operands) -> Tensor | None:
-    """What torch is given as a mask: the case's own, or the band where torch has no name for it."""
+    """What torch is given as a mask: the case's own, with the band where it has no name for it."""
     band = case.band
     if band is None or (band == Band(None, 0) and operands.mask is None):
         return operands.mask
@@ -182,10 +201,14 @@ def torch_mask(case: Case, operands: Operands) -> Tensor | None:
         seen &= distance >= band.low
     if band.high is not None:
         seen &= distance <= band.high
-    return seen
+    if operands.mask is None:
+        return seen
+    if operands.mask.dtype == torch.bool:
+        return operands.mask & seen
+    return operands.mask.masked_fill(~seen, -torch.inf)
 
 
-def _options(case: Case, operands: Operands) -> dict[str, Any]:
+def options_of(case: Case, operands: Operands) -> dict[str, Any]:
     return {
         "mask": operands.mask,
         "causal": case.causal,
@@ -228,17 +251,20 @@ class Part:
 def affordable_part(case: Case, most_scores: int) -> Part:
     """As much of `case` as has at most so many scores, and at least one group of heads.
 
-    Rows are left out only where they are independent: not in a backward, not with dropout.
+    Rows are left out only where they are independent: not with dropout, and of a backward only
+    those that pass no gradient on. A mask's gradient sums over every batch.
     """
     group = case.heads // case.kv_heads
-    by_group = group * case.rows * case.keys
-    if case.mask_grad or case.batch * case.kv_heads * by_group <= most_scores:
+    batch = case.batch if case.mask_grad else 1
+    by_group = batch * group * case.rows * case.keys
+    if case.batch * case.heads * case.rows * case.keys <= most_scores:
         return Part(case.batch, case.heads, case.kv_heads, case.rows)
     kv_heads = min(max(most_scores // by_group, 1), case.kv_heads)
     rows = case.rows
-    if by_group > most_scores and not case.backward and not case.dropout_p:
-        rows = min(max(most_scores // (group * case.keys), 1), case.rows)
-    return Part(1, kv_heads * group, kv_heads, rows)
+    fewest = (case.grad_rows or case.rows) if case.backward else 1
+    if by_group > most_scores and not case.dropout_p and not case.mask_grad:
+        rows = min(max(most_scores // (group * case.keys), fewest), case.rows)
+    return Part(batch, kv_heads * group, kv_heads, rows)
 
 
 @dataclass(frozen=True)
@@ -268,14 +294,17 @@ def most_scores(device: torch.device) -> int:
     return 2**26 if device.type == "cuda" else 2**20
 
 
-def check(
-    case: Case,
-    operands: Operands,
-    results: tuple[Tensor, ...],
-    options: Options,
-    seed: Tensor | None,
-) -> Check:
-    """Hold a step's results to their budgets, on the part of it that fp64 is affordable for."""
+@dataclass(frozen=True)
+class Oracle:
+    """The standard of the part of a case that fp64 is affordable for."""
+
+    part: Part
+    standard: Standard
+    device: torch.device
+
+
+def oracle(case: Case, operands: Operands, options: Options, seed: Tensor | None) -> Oracle:
+    """What the results of `case` are held to, whoever computes them."""
     device = operands.query.device
     part = affordable_part(case, most_scores(device))
     home = torch.device("cpu") if device.type == "mps" else device  # MPS has no fp64
@@ -291,16 +320,20 @@ def check(
         None if mask is None else ask(mask, part.of_query),
         None if seed is None else seed.to(home),
     )
-    cuts = (part.of_query, part.of_query, part.of_key, part.of_key, part.of_query)
-    out, *grads = (ask(result, cut) for result, cut in zip(results, cuts, strict=False))
     upstream = None if grad_out is None else Upstream(ask(grad_out, part.of_query), None)
-    comparisons = judge(
-        Results(out, None, *grads),
-        tensors,
-        _shifted(options, case.rows - part.rows),
-        upstream,
-        mask_grad=case.mask_grad,
+    shifted = _shifted(options, case.rows - part.rows)
+    return Oracle(part, standard(tensors, shifted, upstream, mask_grad=case.mask_grad), home)
+
+
+def check(judged_by: Oracle, operands: Operands, results: tuple[Tensor, ...]) -> Check:
+    """Hold a step's results to their budgets."""
+    part = judged_by.part
+    cuts = (part.of_query, part.of_query, part.of_key, part.of_key, part.of_query)
+    out, *grads = (
+        cut(result.detach()).to(judged_by.device)
+        for result, cut in zip(results, cuts, strict=False)
     )
+    comparisons = compare(Results(out, None, *grads), judged_by.standard)
     complaint = "" if operands.intact() else "an operand or the memory around it was written to"
     return Check(part, tuple(comparisons), complaint)
 
@@ -374,12 +407,24 @@ def interleave(
     return samples
 
 
-def sampler(step: Step, device: torch.device) -> Callable[[], float]:
-    """Samples of `step`, each over as many calls as a sample should last, after a warm-up."""
-    clock(step, 1, device)
+def sampler(step: Step, device: torch.device, known: float = 0.0) -> Callable[[], float]:
+    """Samples of `step`, each over as many calls as a sample should last, after a warm-up.
+
+    `known` is how long a call has taken already, if there was one: a long one was warm-up enough.
+    """
+    if known >= LONG_CALL:
+        return partial(clock, step, 1, device)
+    first = clock(step, 1, device)
+    if first >= LONG_CALL / 10:
+        return partial(clock, step, 1, device)
     once = min(clock(step, 1, device) for _ in range(2))
     calls = max(1, math.ceil(SAMPLE_SECONDS / max(once, 1e-7)))
     return partial(clock, step, calls, device)
+
+
+def fewest_rounds(seconds: float) -> int:
+    """How many rounds there are at least, where one of them takes so many seconds."""
+    return max(LEAST_ROUNDS, min(FEWEST_ROUNDS, int(PATIENCE / max(seconds, 1e-7))))
 
 
 class Served(NamedTuple):
@@ -422,6 +467,14 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Something else that was timed in the same rounds."""
+
+    seconds: Spread
+    ratio: Spread  # its time over ours
+
+
+@dataclass(frozen=True)
 class Row:
     """A case measured."""
 
@@ -432,57 +485,96 @@ class Row:
     rounds: int
     served: dict[str, str]  # stage to backend
     kernels: tuple[str, ...]  # backend/kernel
+    beside: dict[str, Beside] = field(default_factory=dict)
 
     @property
     def right(self) -> bool:
         return self.ours.status in ("ok", "not served")
 
 
-def measure(case: Case, device: torch.device, backend: str = AUTO, seconds: float = 0.5) -> Row:
-    """Check both sides of `case`, then time in turn those that are right."""
+class _Attempt(NamedTuple):
+    """A first call and what it came to."""
+
+    side: Side
+    seconds: float = 0.0
+
+
+def measure(
+    case: Case,
+    device: torch.device,
+    backend: str = AUTO,
+    seconds: float = 0.5,
+    *,
+    peaks: bool = True,
+    beside: Mapping[str, Step] | None = None,
+) -> Row:
+    """Check both sides of `case`, then time in turn those that are right.
+
+    The steps of `beside` take their turn in the same rounds. Without `peaks`, memory is left out.
+    """
     operands = build(case, device)
     plan = explain(
         operands.query,
         operands.key,
         operands.value,
         backend=backend,
-        **_options(case, operands),
+        **options_of(case, operands),
     )
+    for stage in (plan, plan.backward):
+        if stage is not None and stage.backend is None:
+            unserved = Side("not served", "; ".join(_why_nobody(stage)))
+            return Row(case, unserved, Side("not measured"), None, 0, {}, ())
+    seed = draw_seed(device, Generator(device).manual_seed(SEED)) if case.dropout_p else None
+    judged_by = oracle(case, operands, plan.problem.options, seed)
     before = Served.so_far()
-    ours = _try_ours(case, operands, plan)
-    theirs = _try_torch(case, operands, plan.problem.options)
+    ours, our_time = _try_ours(case, operands, plan, judged_by)
+    peers = for_torch(case, operands)
+    theirs, their_time = _try_torch(case, peers, judged_by)
     steps: dict[str, Step] = {}
     if ours.status == "ok":
         steps["ours"] = partial(our_step, case, operands, backend)
         if theirs.status == "ok":
-            steps["torch"] = partial(torch_step, case, operands, torch_mask(case, operands))
-    samplers = [sampler(step, device) for step in steps.values()]
-    samples = dict(zip(steps, interleave(samplers, seconds) if samplers else [], strict=True))
+            steps["torch"] = partial(torch_step, case, peers)
+        steps |= beside or {}
+    samples = _take_turns(steps, {"ours": our_time, "torch": their_time}, device, seconds)
     served = Served.so_far().since(before)
     if "ours" in samples:
-        ours = _timed(ours, case, samples["ours"], steps["ours"], device)
+        ours = _timed(ours, case, samples["ours"], steps["ours"], device, peaks)
     if "torch" in samples:
-        theirs = _timed(theirs, case, samples["torch"], steps["torch"], device)
-    both = len(samples) == 2
-    ratio = paired_ratio(samples["ours"], samples["torch"]) if both else None
+        theirs = _timed(theirs, case, samples["torch"], steps["torch"], device, peaks)
+    others = {
+        name: Beside(spread(each), paired_ratio(samples["ours"], each))
+        for name, each in samples.items()
+        if name != "ours"
+    }
+    ratio = others.pop("torch").ratio if "torch" in others else None
     rounds = len(samples.get("ours", ()))
-    return Row(case, ours, theirs, ratio, rounds, served.by_stage(), tuple(served.kernels))
+    names = tuple(served.kernels)
+    return Row(case, ours, theirs, ratio, rounds, served.by_stage(), names, others)
 
 
-def _try_ours(case: Case, operands: Operands, plan: Plan) -> Side:
-    for stage in (plan, plan.backward):
-        if stage is not None and stage.backend is None:
-            return Side("not served", "; ".join(_why_nobody(stage)))
-    device = operands.query.device
-    source = Generator(device).manual_seed(_SEED)
-    seed = draw_seed(device, Generator(device).manual_seed(_SEED)) if case.dropout_p else None
+def _take_turns(
+    steps: Mapping[str, Step], known: Mapping[str, float], device: torch.device, seconds: float
+) -> dict[str, list[float]]:
+    """Samples of each step by name; `known` is how long a call took where that is known."""
+    if not steps:
+        return {}
+    samplers = [sampler(step, device, known.get(name, 0.0)) for name, step in steps.items()]
+    fewest = fewest_rounds(sum(known.get(name, 0.0) for name in steps))
+    return dict(zip(steps, interleave(samplers, seconds, fewest), strict=True))
+
+
+def _try_ours(case: Case, operands: Operands, plan: Plan, judged_by: Oracle) -> _Attempt:
+    source = Generator(operands.query.device).manual_seed(SEED)
     try:
         with poisoned():
+            start = time.perf_counter()
             results = our_step(case, operands, plan.requested, source)
-        found = check(case, operands, results, plan.problem.options, seed)
+            took = time.perf_counter() - start
+        found = check(judged_by, operands, results)
     except RuntimeError as error:
-        return Side("failed", one_line(error))
-    return Side("ok" if found.ok else "WRONG", str(found), found)
+        return _Attempt(Side("failed", one_line(error)))
+    return _Attempt(Side("ok" if found.ok else "WRONG", str(found), found), took)
 
 
 def _why_nobody(plan: Plan) -> list[str]:
@@ -494,20 +586,28 @@ def _why_nobody(plan: Plan) -> list[str]:
     ]
 
 
-def _try_torch(case: Case, operands: Operands, options: Options) -> Side:
+def _try_torch(case: Case, operands: Operands, judged_by: Oracle) -> _Attempt:
     try:
-        results = torch_step(case, operands, torch_mask(case, operands))
+        start = time.perf_counter()
+        results = torch_step(case, operands)
+        took = time.perf_counter() - start
         if case.dropout_p:
-            return Side("ok", "not judged: its dropout bits are its own")
-        found = check(case, operands, results, options, None)
+            return _Attempt(Side("ok", "not judged: its dropout bits are its own"), took)
+        found = check(judged_by, operands, results)
     except RuntimeError as error:
-        return Side("failed", one_line(error))
-    return Side("ok" if found.ok else "over budget", str(found), found)
+        return _Attempt(Side("failed", one_line(error)))
+    return _Attempt(Side("ok" if found.ok else "over budget", str(found), found), took)
 
 
 def _timed(
-    side: Side, case: Case, samples: Sequence[float], step: Step, device: torch.device
+    side: Side,
+    case: Case,
+    samples: Sequence[float],
+    step: Step,
+    device: torch.device,
+    peaks: bool,
 ) -> Side:
     seconds = spread(samples)
     rate = flops(case) / seconds.p50 / 1e9
-    return replace(side, seconds=seconds, gflops=rate, peak_bytes=peak_memory(step, device))
+    peak = peak_memory(step, device) if peaks else None
+    return replace(side, seconds=seconds, gflops=rate, peak_bytes=peak)

@@ -2,8 +2,9 @@
 
 The oracle is the definition in fp64. The yardstick is the same definition in the operands' own
 dtype. An output may be off by twice the yardstick's error, a gradient by three times, each plus
-one rounding step: of the result in its dtype, and of the accumulator on the terms it sums, for a
-sum that cancels to zero has errors too. fp64 results are held to 1e-10, relative to their size.
+one rounding step: of the result in its dtype, of the accumulator on the terms it sums, for a sum
+that cancels to zero has errors too, and for a gradient of lse, from which a backward rebuilds the
+probabilities: they are handed over no better. fp64 results are held to 1e-10, relative to size.
 """
 
 from __future__ import annotations
@@ -49,6 +50,56 @@ class Comparison:
         return f"{self.name}: error {self.error:.3g}, budget {self.budget:.3g}"
 
 
+class Standard(NamedTuple):
+    """What results are held to: the definition in fp64 and in their dtype, and their terms."""
+
+    exact: Results
+    yardstick: Results
+    sizes: Results
+    dtype: torch.dtype
+
+
+def standard(
+    tensors: Tensors,
+    options: Options,
+    upstream: Upstream | None = None,
+    *,
+    mask_grad: bool = False,
+) -> Standard:
+    """The standard of a problem, which serves any number of results.
+
+    All tensors are on one device that has fp64. Without `upstream` only the forward is judged.
+    """
+    dtype = tensors.query.dtype
+    return Standard(
+        define(tensors, options, torch.float64, upstream, mask_grad=mask_grad),
+        define(tensors, options, dtype, upstream, mask_grad=mask_grad),
+        term_sizes(tensors, options, upstream, mask_grad=mask_grad),
+        dtype,
+    )
+
+
+def compare(actual: Results, held_to: Standard) -> list[Comparison]:
+    """Every result beside its budget; what is not finite has an infinite error."""
+    exact, yardstick, sizes, dtype = held_to
+    accumulator = torch.finfo(accumulation_dtype(dtype)).eps
+    lse = 0.0 if exact.lse is None else _largest(exact.lse)
+    handed_over = 1.0 + lse / 2  # lse off by half a step changes a probability by that share
+    return [
+        _compare(
+            name,
+            mine,
+            low,
+            high,
+            accumulator * _largest(size) * (handed_over if name.startswith("grad") else 1.0),
+        )
+        for name, mine, low, high, size in zip(
+            Results._fields, actual, yardstick, exact, sizes, strict=True
+        )
+        if mine is not None and low is not None and high is not None and size is not None
+    ]
+
+
 def judge(
     actual: Results,
     tensors: Tensors,
@@ -57,22 +108,8 @@ def judge(
     *,
     mask_grad: bool = False,
 ) -> list[Comparison]:
-    """Every result beside its budget; what is not finite has an infinite error.
-
-    All tensors are on one device that has fp64. Without `upstream` only the forward is judged.
-    """
-    dtype = tensors.query.dtype
-    exact = define(tensors, options, torch.float64, upstream, mask_grad=mask_grad)
-    yardstick = define(tensors, options, dtype, upstream, mask_grad=mask_grad)
-    sizes = term_sizes(tensors, options, upstream, mask_grad=mask_grad)
-    accumulator = torch.finfo(accumulation_dtype(dtype)).eps
-    return [
-        _compare(name, mine, low, high, accumulator * _largest(size))
-        for name, mine, low, high, size in zip(
-            Results._fields, actual, yardstick, exact, sizes, strict=True
-        )
-        if mine is not None and low is not None and high is not None and size is not None
-    ]
+    """`compare` with the standard of one problem, made for it alone."""
+    return compare(actual, standard(tensors, options, upstream, mask_grad=mask_grad))
 
 
 def define(
