@@ -1,6 +1,6 @@
 // The kernels of each instruction set against the reference, and against themselves.
 //
-//   driver [--quick] [--only TEXT] [--isa NAME,NAME] [--list]
+//   driver [--quick] [--only TEXT] [--isa best|NAME,NAME] [--list]
 #include <unistd.h>
 
 #include <algorithm>
@@ -516,9 +516,10 @@ int main(int argc, char **argv) {
     } else if (word == "--only" && at + 1 < argc) {
       options.only = argv[++at];
     } else if (word == "--isa" && at + 1 < argc) {
-      options.isas = split(argv[++at]);
+      const std::string names = argv[++at];
+      options.isas = names == "best" ? std::vector{options.isas.front()} : split(names);
     } else {
-      std::cerr << "usage: driver [--quick] [--list] [--only TEXT] [--isa NAME,NAME]\n";
+      std::cerr << "usage: driver [--quick] [--list] [--only TEXT] [--isa best|NAME,NAME]\n";
       return 2;
     }
   }

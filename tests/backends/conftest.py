@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from orchard.backends.cpu import native
 from orchard.dispatch import planner
@@ -44,6 +45,14 @@ def best_isa() -> None:
         native.use_isa(None)
     except native.UnavailableError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    """For a test that changes how many threads torch uses: as many as before, afterwards."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

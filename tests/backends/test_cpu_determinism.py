@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -44,16 +43,8 @@ WHOLE = (  # what has to be solved in one piece
 )
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """As many as before, afterwards."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("case", [*CASES, *WHOLE], ids=lambda case: case.name)
-def test_any_number_of_threads(case: Case, isa: str, threads: None) -> None:
+def test_any_number_of_threads(case: Case, isa: str, torch_threads: None) -> None:
     """Outputs, lse and every gradient, the mask's too."""
     problem = exercise(case)
     torch.set_num_threads(1)

@@ -545,6 +545,27 @@ def test_a_probe_runs_once(use_backends: Use) -> None:
     assert counting.forwards == 1
 
 
+class ShortOfMemory(Counting):
+    name = "short"
+
+    def forward(self, problem: Problem, kernel: str, tensors: Tensors) -> Saved:
+        saved = super().forward(problem, kernel, tensors)
+        if self.forwards == 1:
+            raise torch.OutOfMemoryError("no room for scratch")
+        return saved
+
+
+def test_a_probe_without_memory_is_tried_again(use_backends: Use) -> None:
+    """Being short of memory once does not rule a backend out for the rest of the process."""
+    use_backends(ShortOfMemory, ReferenceBackend)
+    first = orchard.explain(*operands(4))
+    assert first.backend == "reference"
+    (reason,) = first.why_not("short")
+    assert reason.code == "memory"
+    assert "no room for scratch" in reason.sentence
+    assert orchard.explain(*operands(5)).backend == "short"
+
+
 def test_an_absent_device_is_a_reason() -> None:
     """A problem on a device that this machine does not have gives reasons, not an exception."""
     if torch.backends.mps.is_available():

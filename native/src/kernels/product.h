@@ -9,6 +9,7 @@
 namespace orchard::ORCHARD_ISA {
 
 constexpr int kPanel = 2 * kLanes;  // columns of one register tile
+constexpr int64_t kChain = 128;     // steps summed in one go: a longer chain loses precision
 
 enum class Into {
   store,      // C = AB
@@ -48,11 +49,10 @@ ORCHARD_INLINE void multiply_tile(int64_t steps, const uint32_t *a, int64_t lda,
   }
 }
 
-// `rows` is a multiple of kTileRows; `vectors` counts vectors along n.
 template <bool kPairs, bool kColumnsOfA, Into kInto>
-static void multiply(int64_t rows, int64_t vectors, int64_t steps, const uint32_t *a, int64_t lda,
-                     const uint32_t *b, int64_t ldb, float *c, int64_t ldc,
-                     const float *factor = nullptr) {
+static void multiply_chain(int64_t rows, int64_t vectors, int64_t steps, const uint32_t *a,
+                           int64_t lda, const uint32_t *b, int64_t ldb, float *c, int64_t ldc,
+                           const float *factor) {
   const int64_t a_step = kColumnsOfA ? kTileRows : kTileRows * lda;
   for (; vectors > 0; vectors -= 2, b += kPanel, c += kPanel) {
     for (int64_t m = 0; m < rows; m += kTileRows) {
@@ -65,6 +65,21 @@ static void multiply(int64_t rows, int64_t vectors, int64_t steps, const uint32_
                                                      factor);
     }
     if (kInto == Into::scale_add) factor += kPanel;
+  }
+}
+
+// `rows` is a multiple of kTileRows; `vectors` counts vectors along n.
+template <bool kPairs, bool kColumnsOfA, Into kInto>
+static void multiply(int64_t rows, int64_t vectors, int64_t steps, const uint32_t *a, int64_t lda,
+                     const uint32_t *b, int64_t ldb, float *c, int64_t ldc,
+                     const float *factor = nullptr) {
+  multiply_chain<kPairs, kColumnsOfA, kInto>(rows, vectors, steps < kChain ? steps : kChain, a, lda,
+                                             b, ldb, c, ldc, factor);
+  for (int64_t k = kChain; k < steps; k += kChain) {
+    const int64_t left = steps - k < kChain ? steps - k : kChain;
+    multiply_chain<kPairs, kColumnsOfA, Into::add>(rows, vectors, left,
+                                                   a + (kColumnsOfA ? k * lda : k), lda,
+                                                   b + k * ldb, ldb, c, ldc, nullptr);
   }
 }
 

@@ -251,9 +251,12 @@ class Backend(ABC):
     def unavailable(self, capability: Capability, device: torch.device) -> Reason | None:
         """None once a tiny case of this kernel has run right on `device`, else why it did not."""
         key = (capability.kernel, device)
-        if key not in self._probed:
-            self._probed[key] = self.probe(capability, device)
-        return self._probed[key]
+        if key in self._probed:
+            return self._probed[key]
+        found = self.probe(capability, device)
+        if found is None or found.code != "memory":  # there may be enough the next time
+            self._probed[key] = found
+        return found
 
     def probe(self, capability: Capability, device: torch.device) -> Reason | None:
         """Run a tiny case, backward too where there is one, and check its values."""
@@ -279,6 +282,8 @@ class Backend(ABC):
                 )
                 known = gradients(exact, options, Upstream(upstream, None))
                 wrong = wrong or not all(map(_near, found[:3], known[:3]))
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            return Reason("memory", f"its probe ran out of memory: {one_line(error)}")
         except Exception as error:  # the probe exists to turn any failure into a reason
             return Reason("unavailable", f"its probe failed: {one_line(error)}")
         if wrong:

@@ -84,7 +84,9 @@ def compare(actual: Results, held_to: Standard) -> list[Comparison]:
     exact, yardstick, sizes, dtype = held_to
     accumulator = torch.finfo(accumulation_dtype(dtype)).eps
     lse = 0.0 if exact.lse is None else _largest(exact.lse)
-    handed_over = 1.0 + lse / 2  # lse off by half a step changes a probability by that share
+    # A step of lse off, half where it is stored and half where a score is taken from it, changes
+    # a probability by that share.
+    handed_over = 1.0 + lse
     return [
         _compare(
             name,

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 
 import torch
-from programs.problems import ASSORTED, PLAIN, exercise, forward, wait_until_inside
+from programs.problems import ASSORTED, PLAIN, exercise, forward, normal, wait_until_inside
 
 from orchard.attention.ops import forward_op
 
-OPERAND = torch.randn(1, 1, 1024, 64).expand(1, 8, 1024, 64)
+OPERAND = normal(1, 1, 1024, 64).expand(1, 8, 1024, 64)
 SHORT = [exercise(case).tensors.query for case in ASSORTED[:4]]
 
 

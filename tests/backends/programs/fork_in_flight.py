@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from programs.problems import ASSORTED, differences, exercise, forward, long_operands
+from programs.problems import ASSORTED, differences, exercise, forward, long_operand
 
 FORKS = 5
 PATIENCE = 60.0  # seconds until a child counts as hanging
@@ -33,7 +33,7 @@ def main() -> int:
     expected = [problem.solve() for problem in problems]
     wrong = [problem.complaints(found) for problem, found in zip(problems, expected, strict=True)]
     assert not any(wrong), wrong
-    operand = long_operands(0.1)
+    operand = long_operand(0.1)
     whole = forward(operand)
 
     def solve_all() -> bool:

@@ -14,7 +14,7 @@ from programs.problems import (
     files_of,
     forward,
     is_backends,
-    long_operands,
+    long_operand,
     wait_until_inside,
 )
 
@@ -22,7 +22,7 @@ from programs.problems import (
 def main() -> None:
     problem = exercise(SMALL)
     expected = problem.solve()
-    operand = long_operands(0.2)
+    operand = long_operand(0.2)
     whole = forward(operand)
     main_thread = threading.get_ident()
 

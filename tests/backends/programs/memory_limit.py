@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from programs.problems import SMALL, Exercise, differences, exercise
+from programs.problems import SMALL, Exercise, differences, exercise, normal
 from torch import Tensor
 
 from orchard.attention import memory
@@ -68,8 +68,8 @@ def attempt(problem: Exercise, allowance: int) -> Results | str:
 def main() -> int:
     # What is freed goes back to the system at once, and is no reserve for the next call.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    shape = (1, 4, 300, 256)
-    query, key, value, grad_out = torch.randn(4, *shape)
+    shape = (1, 4, 300, 128)
+    query, key, value, grad_out = normal(4, *shape)
     plain = exercise(SMALL)
     large = Exercise(Tensors(query, key, value), plain.settings, Upstream(grad_out, None))
     known = plain.solve()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from programs.problems import ASSORTED, exercise, forward
+from programs.problems import ASSORTED, exercise, forward, normal
 
 from orchard.backends.cpu import native
 
@@ -21,7 +20,7 @@ def main() -> None:
     print(library.pool_threads(), named_threads())
     for case in ASSORTED:
         exercise(case).solve()
-    forward(torch.randn(4, 8, 256, 64))
+    forward(normal(4, 8, 256, 64))
     print(library.pool_threads(), named_threads())
 
 

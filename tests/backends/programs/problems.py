@@ -140,11 +140,16 @@ ASSORTED = (
 )
 
 
-def long_operands(seconds: float) -> Tensor:
+def normal(*shape: int) -> Tensor:
+    """The same numbers in every process."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def long_operand(seconds: float) -> Tensor:
     """A query, key and value in one whose forward takes at least this long here and now."""
     heads = 16
     while True:
-        operand = torch.randn(1, 1, 1024, 64).expand(1, heads, 1024, 64)
+        operand = normal(1, 1, 1024, 64).expand(1, heads, 1024, 64)
         begun = time.perf_counter()
         forward(operand)
         if time.perf_counter() - begun > seconds:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
-from programs.problems import forward, is_inside, long_operands
+from programs.problems import forward, is_inside, long_operand
 
 
 def main() -> None:
-    operand = long_operands(0.2)
+    operand = long_operand(0.2)
     caller = threading.get_ident()
     over = threading.Event()
     seen = 0
