@@ -1,0 +1,128 @@
+// Attention, 32 rows of one head by a threadgroup: 8 rows by a simdgroup, whose queries and
+// outputs stay in registers while blocks of keys and values pass through threadgroup memory.
+#include "common.h"
+
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void attention_forward(
+    const device T* query [[buffer(0)]], const device T* key [[buffer(1)]],
+    const device T* value [[buffer(2)]], device T* out [[buffer(3)]],
+    device float* lse [[buffer(4)]], const device MASK_TYPE* mask [[buffer(5)]],
+    const device int* seed [[buffer(6)]], constant long* p [[buffer(7)]],
+    constant float* f [[buffer(8)]], uint3 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  threadgroup T key_tile[BLOCK * HEAD_LD];
+  threadgroup T value_tile[BLOCK * VALUE_LD];
+#if DROPOUT
+  threadgroup uint drawn[SIMDGROUPS * 32 * 4];
+  threadgroup uint* words = drawn + simdgroup * 32 * 4;
+#endif
+  const int batch = int(group.z), head = int(group.y), rows = int(p[ROWS]);
+  const int block_row = row_block_of(group.x, p) * RESIDENT;
+  const int first_row = block_row + int(simdgroup) * 8;
+  const short2 at = place_of(lane);
+  const int row = first_row + at.y;
+  const int kv_head = head / int(p[GROUP]);
+  query += plane(p + QUERY_STRIDES, batch, head) + row * p[QUERY_STRIDES + 2];
+  key += plane(p + KEY_STRIDES, batch, kv_head);
+  value += plane(p + VALUE_STRIDES, batch, kv_head);
+#if MASK
+  mask += plane(p + MASK_STRIDES, batch, head);
+#endif
+
+  T2 q[HEAD_FRAGMENTS];
+  UNROLL
+  for (int d = 0; d < HEAD_FRAGMENTS; d++) {
+    q[d] = load_pair<HEAD_DIM>(query, 8 * d + at.x, p[QUERY_STRIDES + 3], row < rows);
+  }
+  float2 o[VALUE_FRAGMENTS];
+  UNROLL
+  for (int d = 0; d < VALUE_FRAGMENTS; d++) o[d] = float2(0.0f);
+  float top = -INFINITY, total = 0.0f;  // of the row; the total of this lane's keys only
+
+  const int2 range = keys_of(block_row, min(block_row + RESIDENT, rows) - 1, p);
+  const int2 own = keys_of(first_row, min(first_row + 8, rows) - 1, p);
+  const int begin = range.x / BLOCK * BLOCK;
+  for (int start = begin; start < range.y; start += BLOCK) {
+    if (start > begin) threadgroup_barrier(mem_flags::mem_threadgroup);
+    load_keys(key_tile, value_tile, key, value, start, p, thread_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (first_row >= rows || start >= own.y || start + BLOCK <= own.x) continue;
+
+    float2 s[BLOCK_FRAGMENTS];
+    UNROLL
+    for (int j = 0; j < BLOCK_FRAGMENTS; j++) s[j] = float2(0.0f);
+    UNROLL
+    for (int d = 0; d < HEAD_FRAGMENTS; d++) {
+      const float2 left = float2(q[d]);
+      UNROLL
+      for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
+        const threadgroup T* corner = key_tile + (8 * j + at.x) * HEAD_LD + 8 * d + at.y;
+        s[j] = multiply(left, across<HEAD_LD>(corner), s[j]);
+      }
+    }
+
+    float next = top, slope;
+    UNROLL
+    for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
+      const int column = start + 8 * j + at.x;
+      s[j].x = score_of(s[j].x, row, column, mask, p, f, slope);
+      s[j].y = score_of(s[j].y, row, column + 1, mask, p, f, slope);
+    }
+    const bool edge =
+        !all_seen(int2(first_row, first_row + 7), int2(start, start + BLOCK - 1), p);
+    if (edge) {
+      UNROLL
+      for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
+        const int column = start + 8 * j + at.x;
+        if (is_hidden(row, column, p)) s[j].x = -INFINITY;
+        if (is_hidden(row, column + 1, p)) s[j].y = -INFINITY;
+      }
+    }
+    UNROLL
+    for (int j = 0; j < BLOCK_FRAGMENTS; j++) next = max(next, max(s[j].x, s[j].y));
+    next = row_max(next);
+    const float base = next == -INFINITY ? 0.0f : next;
+    const float shrink = weight(top, base);
+    top = next;
+    total *= shrink;
+    UNROLL
+    for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
+      s[j] = float2(weight(s[j].x, base), weight(s[j].y, base));
+      total += s[j].x + s[j].y;
+    }
+#if DROPOUT
+    draw_rows(words, lane, start, first_row, batch * int(p[HEADS]) + head, seed);
+    UNROLL
+    for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
+      const uint word = words[(8 * j + at.y) * 4 + at.x / 2];
+      if ((word & 0xFFFFu) < uint(p[THRESHOLD])) s[j].x = 0.0f;
+      if ((word >> 16) < uint(p[THRESHOLD])) s[j].y = 0.0f;
+    }
+#endif
+
+    UNROLL
+    for (int d = 0; d < VALUE_FRAGMENTS; d++) o[d] *= shrink;
+    UNROLL
+    for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
+      if (edge && none_seen(first_row, start + 8 * j, p)) continue;
+      UNROLL
+      for (int d = 0; d < VALUE_FRAGMENTS; d++) {
+        o[d] = multiply(s[j], along(value_tile + (8 * j + at.y) * VALUE_LD + 8 * d + at.x), o[d]);
+      }
+    }
+  }
+
+  total = row_sum(total);
+  if (row >= rows) return;
+  const bool empty = total == 0.0f;
+  const float share = f[KEEP_SCALE] / total;
+  out += plane(p + OUT_STRIDES, batch, head) + row * p[OUT_STRIDES + 2];
+  UNROLL
+  for (int d = 0; d < VALUE_FRAGMENTS; d++) {
+    store_pair<VALUE_DIM>(out, 8 * d + at.x, p[OUT_STRIDES + 3],
+                          empty ? float2(0.0f) : o[d] * share);
+  }
+#if LSE
+  if (at.x == 0) lse[(batch * p[HEADS] + head) * p[ROWS] + row] = lse_of(top, total);
+#endif
+}

@@ -1,0 +1,166 @@
+"""Metal source for a kind of problem: definitions in front of the kernels, compiled once."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from orchard.backends.metal.runtime import Kernel, MetalRuntime
+
+KERNELS = Path(__file__).parent / "kernels"
+TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
+MASK_TYPES = {torch.bool: "uchar", **TYPES}
+
+# The two argument lists of every kernel. Here and in the kernels they go by these names.
+INTEGERS = (
+    "BATCH",
+    "HEADS",
+    "GROUP",
+    "ROWS",
+    "KEYS",
+    "LOW",
+    "HIGH",
+    "THRESHOLD",
+    "RUNS",
+    "RUN_KEYS",
+    "SUMS_BATCH",
+    "SUMS_HEADS",
+    "SUMS_ROWS",
+    "SUMS_KEYS",
+)
+STRIDED = (  # four strides each, after the integers
+    "QUERY",
+    "KEY",
+    "VALUE",
+    "OUT",
+    "MASK",
+    "LSE",
+    "GRAD_OUT",
+    "GRAD_LSE",
+    "GRAD_QUERY",
+    "GRAD_KEY",
+    "GRAD_VALUE",
+    "GRAD_MASK",
+    "SUMS",
+)
+FLOATS = ("SCALE", "CAP", "CAP_IN_UNITS", "KEEP_SCALE", "GRAD_SCALE")
+
+SIMDGROUPS = 4
+THREADS = 32 * SIMDGROUPS
+RESIDENT = 8 * SIMDGROUPS  # rows or keys that a threadgroup holds
+_THREADGROUP_BYTES = 32768
+_HEADERS = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;"
+
+
+class MetalCompileError(RuntimeError):
+    """Apple's compiler refused a kernel, in its own words."""
+
+
+class Specialisation(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    mask: torch.dtype | None = None
+    band: bool = False
+    softcap: bool = False
+    dropout: bool = False
+    lse: bool = False
+    packed: bool = False  # rows may be read four elements at a time
+    grad_lse: bool = False
+    grad_mask: bool = False  # written along with the gradient of the query
+    decode_rows: int = 0
+
+    @property
+    def block(self) -> int:
+        """Keys (or rows) of a tile in threadgroup memory: as many as fit."""
+        size = self.dtype.itemsize
+        row = sum(8 * max(1, -(-dim // 8)) + 16 // size for dim in (self.head_dim, self.value_dim))
+        others = 16 * THREADS if self.dropout else 0
+        per_row = row * size + 4 * max(2, SIMDGROUPS)  # lse and delta, or sums of each simdgroup
+        return next((n for n in (32, 16) if n * per_row + others <= _THREADGROUP_BYTES), 8)
+
+    @property
+    def definitions(self) -> dict[str, str | int]:
+        """The macros that the kernels are written in."""
+        return {
+            "TYPE": TYPES[self.dtype],
+            "HEAD_DIM": self.head_dim,
+            "VALUE_DIM": self.value_dim,
+            "BLOCK": self.block,
+            "MASK": 0 if self.mask is None else 1 if self.mask == torch.bool else 2,
+            "MASK_TYPE": MASK_TYPES[self.mask or torch.bool],
+            "BAND": int(self.band),
+            "SOFTCAP": int(self.softcap),
+            "DROPOUT": int(self.dropout),
+            "LSE": int(self.lse),
+            "PACKED": int(self.packed),
+            "GRAD_LSE": int(self.grad_lse),
+            "GRAD_MASK": int(self.grad_mask),
+            "DECODE_ROWS": self.decode_rows,
+        }
+
+
+def source(file: str, specialisation: Specialisation) -> str:
+    """The whole text that the compiler gets for the kernels of a file."""
+    defined = [f"#define {name} {value}" for name, value in specialisation.definitions.items()]
+    return "\n".join((_HEADERS, *defined, _layout(), _inlined(file)))
+
+
+@cache
+def _layout() -> str:
+    strides = [f"{name}_STRIDES = {stride_index(name)}" for name in STRIDED]
+    integers = ", ".join((*INTEGERS, *strides))
+    return f"enum Integers {{ {integers} }};\nenum Floats {{ {', '.join(FLOATS)} }};"
+
+
+def stride_index(name: str) -> int:
+    """Where the strides of a tensor begin in the list of integers."""
+    return len(INTEGERS) + 4 * STRIDED.index(name)
+
+
+@cache
+def _inlined(file: str) -> str:
+    """A file with its own headers in place; those of Metal are the compiler's."""
+    text = (KERNELS / file).read_text(encoding="ascii")
+    return re.sub(r'#include "([\w.]+)"', lambda found: _inlined(found[1]), text)
+
+
+class Library:
+    """Compiled kernels, each compiled once."""
+
+    def __init__(self, runtime: MetalRuntime) -> None:
+        self._runtime = runtime
+        self._kernels: dict[tuple[str, str, Specialisation], Kernel] = {}
+        self._compiled: dict[tuple[str, Specialisation], object | MetalCompileError] = {}
+
+    def kernel(self, file: str, name: str, specialisation: Specialisation) -> Kernel:
+        """A kernel of a file by its name; torch makes a new object at every look."""
+        key = (file, name, specialisation)
+        found = self._kernels.get(key)
+        if found is None:
+            found = self._kernels[key] = getattr(self._compile(file, specialisation), name)
+        return found
+
+    def _compile(self, file: str, specialisation: Specialisation) -> object:
+        key = (file, specialisation)
+        if key not in self._compiled:
+            try:
+                self._compiled[key] = self._runtime.compile(source(file, specialisation))
+            except SyntaxError as error:
+                self._compiled[key] = MetalCompileError(f"{file}: {_diagnosis(str(error))}")
+        compiled = self._compiled[key]
+        if isinstance(compiled, MetalCompileError):
+            raise MetalCompileError(*compiled.args)
+        return compiled
+
+
+def _diagnosis(text: str) -> str:
+    """The compiler's words from its first error on."""
+    start = text.find("error:")
+    return text[max(0, start) :]
