@@ -232,6 +232,8 @@ void read_common(const Args &args, Problem &problem, Check &check) {
 
   problem.band_low = std::clamp(args.band_low, -kMostBand, kMostBand);
   problem.band_high = std::clamp(args.band_high, -kMostBand, kMostBand);
+  // A band without a key has one form, so that rows and keys agree on what they see.
+  if (problem.band_low > problem.band_high) problem.band_low = problem.band_high = kMostBand;
   problem.scale = static_cast<float>(args.scale);
   problem.softcap = static_cast<float>(args.softcap);
   if (!isfinite(problem.scale))
@@ -330,7 +332,7 @@ int call(const Args *args, int (*Kernels::*kernel)(const Problem &) noexcept) {
   const int status = (kernels.*kernel)(problem);
   if (status == ORCHARD_OK) return succeed();
   if (status == ORCHARD_OUT_OF_MEMORY)
-    return fail(status, "memory for scratch could not be allocated; nothing was written");
+    return fail(status, "memory for scratch could not be allocated; outputs are undefined");
   return fail(status, "the %s kernels do not serve this problem", kernels.name);
 }
 

@@ -104,6 +104,27 @@ int cores() {
   return static_cast<int>(std::max(sysconf(_SC_NPROCESSORS_ONLN), 1L));
 }
 
+// Rounding and the treatment of subnormals, which a worker takes over from the caller.
+uint64_t float_mode() {
+#if defined(__x86_64__)
+  return __builtin_ia32_stmxcsr();
+#elif defined(__aarch64__)
+  uint64_t mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+#else
+  return 0;
+#endif
+}
+
+void set_float_mode([[maybe_unused]] uint64_t mode) {
+#if defined(__x86_64__)
+  __builtin_ia32_ldmxcsr(static_cast<unsigned>(mode));
+#elif defined(__aarch64__)
+  asm volatile("msr fpcr, %0" : : "r"(mode));
+#endif
+}
+
 // The head of a block of scratch.
 struct alignas(kLine) Arena {
   Arena *next;
@@ -127,12 +148,21 @@ void release_all(Arena *list) {
   while (Arena *arena = pop(list)) release(arena);
 }
 
+// Nothing may depend on what was in scratch before: tests fill it with NaN.
+void prepare(Arena *arena) {
+#if defined(ORCHARD_POISON_SCRATCH)
+  memset(arena->scratch(), 0xff, arena->bytes);
+#endif
+  memset(arena->scratch(), 0, kLine);
+}
+
 struct Job {
   Task task;
   void *context;
   int64_t count;
   size_t scratch_bytes;
   uint32_t limit;           // participants at once, the caller included
+  uint64_t float_mode;      // the caller's
   Arena *arenas = nullptr;  // of helpers that are elsewhere now; contents are kept
   Job *before = nullptr, *after = nullptr;
   bool caller_sleeps = false;
@@ -274,10 +304,10 @@ void Pool::work() {
 void Pool::help(Job &job, Lock &lock) {
   job.helpers.fetch_add(1, std::memory_order_relaxed);
   Arena *arena = pop(job.arenas);
-  if (arena == nullptr && (arena = take(job.scratch_bytes, lock)) != nullptr)
-    memset(arena->scratch(), 0, kLine);
+  if (arena == nullptr && (arena = take(job.scratch_bytes, lock)) != nullptr) prepare(arena);
   if (arena != nullptr) {
     lock.unlock();
+    set_float_mode(job.float_mode);
     while (job.run_one(arena->scratch()) && open_jobs_.load(std::memory_order_relaxed) == 1) {
     }
     lock.lock();
@@ -346,7 +376,7 @@ bool Pool::run(Job &job) noexcept {
   lock.unlock();
 
   if (sleepers > 0) wake(openings_, sleepers);
-  memset(arena->scratch(), 0, kLine);
+  prepare(arena);
   while (job.run_one(arena->scratch())) {
   }
 
@@ -397,6 +427,7 @@ bool parallel_for(int64_t count, int threads, size_t scratch_bytes, Task task,
   job.task = task;
   job.context = context;
   job.count = count;
+  job.float_mode = float_mode();
   job.scratch_bytes = std::max((scratch_bytes + kPage - 1) / kPage, size_t{1}) * kPage;
   job.limit = static_cast<uint32_t>(std::min<int64_t>(thread_count(threads), count));
   return pool.run(job);

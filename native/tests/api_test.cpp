@@ -80,34 +80,33 @@ std::vector<Refusal<Args>> refusals_of_both() {
 std::vector<Refusal<orchard_forward_args>> forward_refusals() {
   using Args = orchard_forward_args;
   auto all = refusals_of_both<Args>();
-  all.push_back({"out with stride 0", ORCHARD_INVALID_ARGUMENT,
-                 [](Args &a) { a.out.strides[2] = 0; }});
+  all.push_back(
+      {"out with stride 0", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.out.strides[2] = 0; }});
   return all;
 }
 
 std::vector<Refusal<orchard_backward_args>> backward_refusals() {
   using Args = orchard_backward_args;
   auto all = refusals_of_both<Args>();
-  all.insert(
-      all.end(),
-      {{"no lse", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.lse = {}; }},
-       {"no grad_out", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.grad_out = {}; }},
-       {"no grad_query", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.grad_query = {}; }},
-       {"grad_key of another dtype", ORCHARD_INVALID_ARGUMENT,
-        [](Args &a) { a.grad_key.dtype = ORCHARD_FLOAT16; }},
-       {"grad_value of another size", ORCHARD_INVALID_ARGUMENT,
-        [](Args &a) { a.grad_value.sizes[2] -= 1; }},
-       {"grad_lse of another size", ORCHARD_INVALID_ARGUMENT,
-        [](Args &a) { a.grad_lse.sizes[2] -= 1; }},
-       {"grad_mask not fp32", ORCHARD_INVALID_ARGUMENT,
-        [](Args &a) { a.grad_mask.dtype = ORCHARD_BFLOAT16; }},
-       {"grad_mask without a mask", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.mask = {}; }},
-       {"grad_mask of another size", ORCHARD_INVALID_ARGUMENT,
-        [](Args &a) { a.grad_mask.sizes[0] = 2; }},
-       {"grad_mask of a bool mask", ORCHARD_INVALID_ARGUMENT,
-        [](Args &a) { a.mask.dtype = ORCHARD_BOOL; }},
-       {"grad_key with stride 0", ORCHARD_INVALID_ARGUMENT,
-        [](Args &a) { a.grad_key.strides[3] = 0; }}});
+  all.insert(all.end(),
+             {{"no lse", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.lse = {}; }},
+              {"no grad_out", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.grad_out = {}; }},
+              {"no grad_query", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.grad_query = {}; }},
+              {"grad_key of another dtype", ORCHARD_INVALID_ARGUMENT,
+               [](Args &a) { a.grad_key.dtype = ORCHARD_FLOAT16; }},
+              {"grad_value of another size", ORCHARD_INVALID_ARGUMENT,
+               [](Args &a) { a.grad_value.sizes[2] -= 1; }},
+              {"grad_lse of another size", ORCHARD_INVALID_ARGUMENT,
+               [](Args &a) { a.grad_lse.sizes[2] -= 1; }},
+              {"grad_mask not fp32", ORCHARD_INVALID_ARGUMENT,
+               [](Args &a) { a.grad_mask.dtype = ORCHARD_BFLOAT16; }},
+              {"grad_mask without a mask", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.mask = {}; }},
+              {"grad_mask of another size", ORCHARD_INVALID_ARGUMENT,
+               [](Args &a) { a.grad_mask.sizes[0] = 2; }},
+              {"grad_mask of a bool mask", ORCHARD_INVALID_ARGUMENT,
+               [](Args &a) { a.mask.dtype = ORCHARD_BOOL; }},
+              {"grad_key with stride 0", ORCHARD_INVALID_ARGUMENT,
+               [](Args &a) { a.grad_key.strides[3] = 0; }}});
   return all;
 }
 
@@ -150,19 +149,25 @@ std::string run_names() {
 int run() {
   Report report;
   report.test("names and version", run_names());
-  const Case what{.name = "small", .rows = 9, .keys = 11, .dim = 8, .value_dim = 8,
-                  .mask_dtype = ORCHARD_FLOAT32, .mask_axes = "sd", .grad_lse = true,
+  const Case what{.name = "small",
+                  .rows = 9,
+                  .keys = 11,
+                  .dim = 8,
+                  .value_dim = 8,
+                  .mask_dtype = ORCHARD_FLOAT32,
+                  .mask_axes = "sd",
+                  .grad_lse = true,
                   .grad_mask = true};
   Call call(what, ORCHARD_FLOAT32, Edge::kEnd);
   call.expect();
   const auto forward_outputs = [&] { return call.forward_bytes(); };
   const auto backward_outputs = [&] { return call.backward_bytes(); };
-  report.test("forward refuses NULL", refused<orchard_forward_args>(
-                                          nullptr, orchard_attention_forward,
-                                          ORCHARD_INVALID_ARGUMENT, forward_outputs));
-  report.test("backward refuses NULL", refused<orchard_backward_args>(
-                                           nullptr, orchard_attention_backward,
-                                           ORCHARD_INVALID_ARGUMENT, backward_outputs));
+  report.test("forward refuses NULL",
+              refused<orchard_forward_args>(nullptr, orchard_attention_forward,
+                                            ORCHARD_INVALID_ARGUMENT, forward_outputs));
+  report.test("backward refuses NULL",
+              refused<orchard_backward_args>(nullptr, orchard_attention_backward,
+                                             ORCHARD_INVALID_ARGUMENT, backward_outputs));
   for (const auto &refusal : forward_refusals()) {
     orchard_forward_args args = call.forward_args;
     refusal.change(args);

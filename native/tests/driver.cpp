@@ -1,6 +1,6 @@
 // The kernels of each instruction set against the reference, and against themselves.
 //
-//   driver [--quick] [--only TEXT] [--isa best|NAME,NAME] [--list]
+//   driver [--quick] [--part I/N] [--only TEXT] [--isa best|NAME,NAME] [--list]
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,6 +18,7 @@ namespace {
 
 struct Options {
   bool quick = false, list = false;
+  int part = 1, parts = 1;
   std::string only;
   std::vector<std::string> isas;
 };
@@ -32,20 +33,40 @@ void add_sizes(std::vector<Case> &cases) {
       {{.name = "1 row, 1 key, D 1", .rows = 1, .keys = 1, .dim = 1, .value_dim = 1},
        {.name = "7 x 7, D 1", .rows = 7, .keys = 7, .dim = 1, .value_dim = 1},
        {.name = "7 x 77, D 40", .batch = 2, .rows = 7, .keys = 77, .dim = 40, .value_dim = 40},
-       {.name = "77 x 77, D 64", .batch = 2, .rows = 77, .keys = 77},
+       {.name = "77 x 77, D 64", .rows = 77, .keys = 77},
        {.name = "77 x 7, D 17", .rows = 77, .keys = 7, .dim = 17, .value_dim = 17},
-       {.name = "130 x 130, D 80", .rows = 130, .keys = 130, .dim = 80, .value_dim = 80},
-       {.name = "77 x 130, D 128", .rows = 77, .keys = 130, .dim = 128, .value_dim = 128},
+       {.name = "130 x 130, D 80",
+        .heads = 1,
+        .kv_heads = 1,
+        .rows = 130,
+        .keys = 130,
+        .dim = 80,
+        .value_dim = 80},
+       {.name = "77 x 130, D 128",
+        .heads = 1,
+        .kv_heads = 1,
+        .rows = 77,
+        .keys = 130,
+        .dim = 128,
+        .value_dim = 128},
        {.name = "5 x 1000, D 64", .rows = 5, .keys = 1000},
        {.name = "1000 x 5, D 64", .rows = 1000, .keys = 5, .slow = true},
-       {.name = "20 x 1000, D 96", .rows = 20, .keys = 1000, .dim = 96, .value_dim = 96,
+       {.name = "20 x 1000, D 96",
+        .rows = 20,
+        .keys = 1000,
+        .dim = 96,
+        .value_dim = 96,
         .slow = true},
        {.name = "33 x 70, D 256", .rows = 33, .keys = 70, .dim = 256, .value_dim = 256},
        {.name = "20 x 40, D 512", .rows = 20, .keys = 40, .dim = 512, .value_dim = 512},
-       {.name = "300 x 520, D 64", .heads = 1, .kv_heads = 1, .rows = 300, .keys = 520,
+       {.name = "300 x 520, D 64",
+        .heads = 1,
+        .kv_heads = 1,
+        .rows = 300,
+        .keys = 520,
         .slow = true},
        {.name = "Dv 80, D 64", .value_dim = 80},
-       {.name = "Dv 64, D 128", .rows = 77, .keys = 130, .dim = 128},
+       {.name = "Dv 64, D 128", .heads = 1, .kv_heads = 1, .rows = 77, .keys = 130, .dim = 128},
        {.name = "Dv 1, D 40", .dim = 40, .value_dim = 1},
        {.name = "Dv 256, D 1", .dim = 1, .value_dim = 256},
        {.name = "Dv 511, D 3", .dim = 3, .value_dim = 511},
@@ -60,9 +81,17 @@ void add_heads(std::vector<Case> &cases) {
       {{.name = "8 heads on 2", .batch = 2, .heads = 8, .rows = 19, .keys = 45},
        {.name = "6 heads on 1", .heads = 6, .kv_heads = 1, .rows = 40, .keys = 77, .high = 0},
        {.name = "3 batches, 5 heads", .batch = 3, .heads = 5, .kv_heads = 5, .rows = 9, .keys = 21},
-       {.name = "12 heads on 4, dropout, both masks", .batch = 2, .heads = 12, .kv_heads = 4,
-        .rows = 21, .keys = 37, .high = 16, .drop = 20000, .mask_dtype = ORCHARD_FLOAT32,
-        .grad_lse = true, .grad_mask = true}});
+       {.name = "12 heads on 4, dropout, both masks",
+        .batch = 2,
+        .heads = 12,
+        .kv_heads = 4,
+        .rows = 21,
+        .keys = 37,
+        .high = 16,
+        .drop = 20000,
+        .mask_dtype = ORCHARD_FLOAT32,
+        .grad_lse = true,
+        .grad_mask = true}});
 }
 
 void add_bands(std::vector<Case> &cases) {
@@ -76,7 +105,12 @@ void add_bands(std::vector<Case> &cases) {
   causal("causal, bottom right, 130 x 77: empty rows", 130, 77, 77 - 130);
   causal("band above every key: empty rows", 33, 40, -200);
   const auto window = [&](const char *name, int64_t low, int64_t high) {
-    cases.push_back({.name = name, .heads = 1, .kv_heads = 1, .rows = 150, .keys = 170, .low = low,
+    cases.push_back({.name = name,
+                     .heads = 1,
+                     .kv_heads = 1,
+                     .rows = 150,
+                     .keys = 170,
+                     .low = low,
                      .high = high});
   };
   window("window -5 to 5", -5, 5);
@@ -86,12 +120,23 @@ void add_bands(std::vector<Case> &cases) {
   window("window from 3 to 2: nothing", 3, 2);
   window("window from 90 to 20: nothing", 90, 20);
   window("window from -20 to -90: nothing", -20, -90);
-  cases.push_back({.name = "window from -36 to -53 on 4 keys: nothing", .rows = 168, .keys = 4,
-                   .low = -36, .high = -53});
+  cases.push_back({.name = "window from -36 to -53 on 4 keys: nothing",
+                   .rows = 168,
+                   .keys = 4,
+                   .low = -36,
+                   .high = -53});
   window("window -64 to 63", -64, 63);
   window("bounds beyond 2^40", -(int64_t{1} << 50), int64_t{1} << 50);
-  cases.push_back({.name = "window of 10 in 600 keys", .heads = 1, .kv_heads = 1, .rows = 600,
-                   .keys = 600, .dim = 16, .value_dim = 16, .low = -10, .high = 0, .slow = true});
+  cases.push_back({.name = "window of 10 in 600 keys",
+                   .heads = 1,
+                   .kv_heads = 1,
+                   .rows = 600,
+                   .keys = 600,
+                   .dim = 16,
+                   .value_dim = 16,
+                   .low = -10,
+                   .high = 0,
+                   .slow = true});
 }
 
 void add_scores(std::vector<Case> &cases) {
@@ -99,22 +144,46 @@ void add_scores(std::vector<Case> &cases) {
       cases.end(),
       {{.name = "softcap 20", .rows = 40, .keys = 77, .softcap = 20, .deviation = 8},
        {.name = "softcap 0.5", .rows = 40, .keys = 77, .softcap = 0.5},
-       {.name = "softcap 50, causal, dropout, 4 heads on 2", .heads = 4, .rows = 40, .keys = 77,
-        .high = 37, .softcap = 50, .drop = 6554, .deviation = 10, .grad_lse = true},
+       {.name = "softcap 50, causal, dropout, 4 heads on 2",
+        .heads = 4,
+        .rows = 40,
+        .keys = 77,
+        .high = 37,
+        .softcap = 50,
+        .drop = 6554,
+        .deviation = 10,
+        .grad_lse = true},
        {.name = "dropout 0.1", .rows = 40, .keys = 77, .drop = 6554},
        {.name = "dropout 0.5", .batch = 2, .rows = 33, .keys = 130, .drop = 32768},
        {.name = "dropout but for one draw in 65536", .rows = 40, .keys = 77, .drop = 65535},
-       {.name = "dropout, 7 heads on 1, window", .batch = 2, .heads = 7, .kv_heads = 1, .rows = 50,
-        .keys = 61, .low = -13, .high = 6, .drop = 6554},
+       {.name = "dropout, 7 heads on 1, window",
+        .batch = 2,
+        .heads = 7,
+        .kv_heads = 1,
+        .rows = 50,
+        .keys = 61,
+        .low = -13,
+        .high = 6,
+        .drop = 6554},
        {.name = "gradient of lse", .batch = 2, .rows = 40, .keys = 77, .grad_lse = true},
-       {.name = "gradient of lse, strided, dropout", .rows = 40, .keys = 77, .drop = 6554,
-        .grad_lse = true, .arriving_lse = "bhs2d", .lse = "bh-s+d"}});
+       {.name = "gradient of lse, strided, dropout",
+        .rows = 40,
+        .keys = 77,
+        .drop = 6554,
+        .grad_lse = true,
+        .arriving_lse = "bhs2d",
+        .lse = "bh-s+d"}});
 }
 
 void add_masks(std::vector<Case> &cases) {
   const auto mask = [&](const char *name, int32_t dtype, const char *axes, const char *layout) {
-    cases.push_back({.name = name, .batch = 2, .rows = 37, .keys = 77, .mask_dtype = dtype,
-                     .mask_axes = axes, .mask = layout});
+    cases.push_back({.name = name,
+                     .batch = 2,
+                     .rows = 37,
+                     .keys = 77,
+                     .mask_dtype = dtype,
+                     .mask_axes = axes,
+                     .mask = layout});
   };
   mask("bool mask", ORCHARD_BOOL, "bhsd", "bhsd");
   mask("bool mask of keys", ORCHARD_BOOL, "bd", "bhsd");
@@ -133,20 +202,47 @@ void add_masks(std::vector<Case> &cases) {
   mask("bf16 mask, every second, padded", ORCHARD_BFLOAT16, "bsd", "bhs+d2");
   mask("fp64 mask, backwards", ORCHARD_FLOAT64, "hsd", "bhs-d-");
   mask("fp32 mask, expanded over keys", ORCHARD_FLOAT32, "bhsd", "bhsd0");
-  cases.insert(
-      cases.end(),
-      {{.name = "bool mask, causal, dropout", .batch = 2, .rows = 37, .keys = 77, .high = 40,
-        .drop = 6554, .mask_dtype = ORCHARD_BOOL, .mask_axes = "bsd"},
-       {.name = "fp32 mask, window, softcap", .rows = 37, .keys = 77, .low = -20, .high = 20,
-        .softcap = 10, .deviation = 5, .mask_dtype = ORCHARD_FLOAT32},
-       {.name = "bool mask, empty rows that get NaN", .rows = 37, .keys = 77,
-        .mask_dtype = ORCHARD_BOOL, .empty_every = 3, .grad_lse = true},
-       {.name = "fp32 mask, empty rows that get NaN, dropout", .rows = 37, .keys = 77, .drop = 6554,
-        .mask_dtype = ORCHARD_FLOAT32, .empty_every = 5, .grad_mask = true},
-       {.name = "fp16 mask, every row empty", .rows = 37, .keys = 77,
-        .mask_dtype = ORCHARD_FLOAT16, .empty_every = 1, .grad_lse = true, .grad_mask = true},
-       {.name = "bool mask hides all but a few", .rows = 40, .keys = 300,
-        .mask_dtype = ORCHARD_BOOL, .hidden = 0.98}});
+  cases.insert(cases.end(), {{.name = "bool mask, causal, dropout",
+                              .batch = 2,
+                              .rows = 37,
+                              .keys = 77,
+                              .high = 40,
+                              .drop = 6554,
+                              .mask_dtype = ORCHARD_BOOL,
+                              .mask_axes = "bsd"},
+                             {.name = "fp32 mask, window, softcap",
+                              .rows = 37,
+                              .keys = 77,
+                              .low = -20,
+                              .high = 20,
+                              .softcap = 10,
+                              .deviation = 5,
+                              .mask_dtype = ORCHARD_FLOAT32},
+                             {.name = "bool mask, empty rows that get NaN",
+                              .rows = 37,
+                              .keys = 77,
+                              .mask_dtype = ORCHARD_BOOL,
+                              .empty_every = 3,
+                              .grad_lse = true},
+                             {.name = "fp32 mask, empty rows that get NaN, dropout",
+                              .rows = 37,
+                              .keys = 77,
+                              .drop = 6554,
+                              .mask_dtype = ORCHARD_FLOAT32,
+                              .empty_every = 5,
+                              .grad_mask = true},
+                             {.name = "fp16 mask, every row empty",
+                              .rows = 37,
+                              .keys = 77,
+                              .mask_dtype = ORCHARD_FLOAT16,
+                              .empty_every = 1,
+                              .grad_lse = true,
+                              .grad_mask = true},
+                             {.name = "bool mask hides all but a few",
+                              .rows = 40,
+                              .keys = 300,
+                              .mask_dtype = ORCHARD_BOOL,
+                              .hidden = 0.98}});
 }
 
 void add_mask_gradients(std::vector<Case> &cases) {
@@ -154,28 +250,63 @@ void add_mask_gradients(std::vector<Case> &cases) {
     std::string named;
     for (int axis = 0; axis < 4; ++axis)
       if (axes >> axis & 1) named += "bhsd"[axis];
-    cases.push_back({.name = "gradient of a mask over [" + named + "]", .batch = 2, .heads = 4,
-                     .rows = 19, .keys = 37, .dim = 24, .value_dim = 40,
-                     .mask_dtype = ORCHARD_FLOAT32, .mask_axes = named, .hidden = 0,
+    cases.push_back({.name = "gradient of a mask over [" + named + "]",
+                     .batch = 2,
+                     .heads = 4,
+                     .rows = 19,
+                     .keys = 37,
+                     .dim = 24,
+                     .value_dim = 40,
+                     .mask_dtype = ORCHARD_FLOAT32,
+                     .mask_axes = named,
+                     .hidden = 0,
                      .grad_mask = true});
   }
-  cases.insert(
-      cases.end(),
-      {{.name = "gradient of a mask, strided", .batch = 2, .heads = 4, .rows = 19, .keys = 37,
-        .mask_dtype = ORCHARD_BFLOAT16, .grad_mask = true, .mask = "bhds", .mask_grad = "d2hs+b"},
-       {.name = "gradient of a mask, backwards", .batch = 2, .rows = 19, .keys = 37,
-        .mask_dtype = ORCHARD_FLOAT64, .mask_axes = "sd", .grad_mask = true,
-        .mask_grad = "bhs-d-"},
-       {.name = "gradient of a mask, causal, softcap, dropout, lse", .batch = 2, .heads = 4,
-        .rows = 50, .keys = 61, .high = 11, .softcap = 10, .drop = 6554, .deviation = 4,
-        .mask_dtype = ORCHARD_FLOAT32, .mask_axes = "hsd", .grad_lse = true, .grad_mask = true},
-       {.name = "gradient of a mask of keys, 150 x 300", .batch = 2, .rows = 150, .keys = 300,
-        .dim = 16, .value_dim = 16, .mask_dtype = ORCHARD_FLOAT32, .mask_axes = "bd",
-        .grad_mask = true, .slow = true}});
+  cases.insert(cases.end(), {{.name = "gradient of a mask, strided",
+                              .batch = 2,
+                              .heads = 4,
+                              .rows = 19,
+                              .keys = 37,
+                              .mask_dtype = ORCHARD_BFLOAT16,
+                              .grad_mask = true,
+                              .mask = "bhds",
+                              .mask_grad = "d2hs+b"},
+                             {.name = "gradient of a mask, backwards",
+                              .batch = 2,
+                              .rows = 19,
+                              .keys = 37,
+                              .mask_dtype = ORCHARD_FLOAT64,
+                              .mask_axes = "sd",
+                              .grad_mask = true,
+                              .mask_grad = "bhs-d-"},
+                             {.name = "gradient of a mask, causal, softcap, dropout, lse",
+                              .batch = 2,
+                              .heads = 4,
+                              .rows = 50,
+                              .keys = 61,
+                              .high = 11,
+                              .softcap = 10,
+                              .drop = 6554,
+                              .deviation = 4,
+                              .mask_dtype = ORCHARD_FLOAT32,
+                              .mask_axes = "hsd",
+                              .grad_lse = true,
+                              .grad_mask = true},
+                             {.name = "gradient of a mask of keys, 150 x 300",
+                              .batch = 2,
+                              .rows = 150,
+                              .keys = 300,
+                              .dim = 16,
+                              .value_dim = 16,
+                              .mask_dtype = ORCHARD_FLOAT32,
+                              .mask_axes = "bd",
+                              .grad_mask = true,
+                              .slow = true}});
 }
 
 void add_layouts(std::vector<Case> &cases) {
-  const Case base{.name = "", .batch = 2, .heads = 4, .rows = 37, .keys = 45, .dim = 40, .value_dim = 24};
+  const Case base{
+      .name = "", .batch = 2, .heads = 4, .rows = 37, .keys = 45, .dim = 40, .value_dim = 24};
   for (const char *layout :
        {"bshd", "sbhd", "bhds", "dbhs", "bhsd2", "bhsd+", "bhs2d", "b+h+s+d+", "bhsd-", "bhs-d",
         "b-h-s-d-", "d2h-s+b", "b0hsd", "bh0sd", "bhs0d", "bhsd0", "b0h0s0d0", "bhs~d"}) {
@@ -214,52 +345,99 @@ void add_layouts(std::vector<Case> &cases) {
 }
 
 void add_nothing(std::vector<Case> &cases) {
-  cases.insert(cases.end(),
-               {{.name = "no batch", .batch = 0},
-                {.name = "no heads", .heads = 0, .kv_heads = 0},
-                {.name = "no rows", .rows = 0},
-                {.name = "no keys", .keys = 0, .grad_lse = true},
-                {.name = "no keys, causal, dropout", .keys = 0, .high = 0, .drop = 6554},
-                {.name = "no keys, a mask", .keys = 0, .mask_dtype = ORCHARD_FLOAT32,
-                 .grad_mask = true},
-                {.name = "no keys, a mask of size one", .keys = 0, .mask_dtype = ORCHARD_FLOAT32,
-                 .mask_axes = "s", .grad_mask = true},
-                {.name = "no rows, a mask of keys", .rows = 0, .mask_dtype = ORCHARD_FLOAT32,
-                 .mask_axes = "d", .grad_mask = true},
-                {.name = "no batch, a mask of keys", .batch = 0, .mask_dtype = ORCHARD_FLOAT32,
-                 .mask_axes = "d", .grad_mask = true},
-                {.name = "no D", .dim = 0},
-                {.name = "no Dv", .value_dim = 0, .grad_lse = true},
-                {.name = "nothing", .batch = 0, .heads = 0, .kv_heads = 0, .rows = 0, .keys = 0,
-                 .dim = 0, .value_dim = 0}});
+  cases.insert(
+      cases.end(),
+      {{.name = "no batch", .batch = 0},
+       {.name = "no heads", .heads = 0, .kv_heads = 0},
+       {.name = "no rows", .rows = 0},
+       {.name = "no keys", .keys = 0, .grad_lse = true},
+       {.name = "no keys, causal, dropout", .keys = 0, .high = 0, .drop = 6554},
+       {.name = "no keys, a mask", .keys = 0, .mask_dtype = ORCHARD_FLOAT32, .grad_mask = true},
+       {.name = "no keys, a mask of size one",
+        .keys = 0,
+        .mask_dtype = ORCHARD_FLOAT32,
+        .mask_axes = "s",
+        .grad_mask = true},
+       {.name = "no rows, a mask of keys",
+        .rows = 0,
+        .mask_dtype = ORCHARD_FLOAT32,
+        .mask_axes = "d",
+        .grad_mask = true},
+       {.name = "no batch, a mask of keys",
+        .batch = 0,
+        .mask_dtype = ORCHARD_FLOAT32,
+        .mask_axes = "d",
+        .grad_mask = true},
+       {.name = "no D", .dim = 0},
+       {.name = "no Dv", .value_dim = 0, .grad_lse = true},
+       {.name = "nothing",
+        .batch = 0,
+        .heads = 0,
+        .kv_heads = 0,
+        .rows = 0,
+        .keys = 0,
+        .dim = 0,
+        .value_dim = 0}});
 }
 
 void add_decode(std::vector<Case> &cases) {
-  const Case base{.name = "", .heads = 4, .rows = 1, .keys = 4097, .dim = 128, .value_dim = 128};
+  const Case base{.name = "", .heads = 2, .kv_heads = 1, .keys = 4097};
   for (int64_t rows = 1; rows <= 4; ++rows) {
     Case each = base;
     each.name = "decode, " + std::to_string(rows) + " of 4097";
     each.rows = rows;
     each.high = each.keys - rows;
-    each.slow = rows == 2 || rows == 3;
+    each.slow = rows % 2 == 0;
     cases.push_back(each);
   }
   cases.insert(
       cases.end(),
-      {{.name = "decode, one head", .heads = 1, .kv_heads = 1, .rows = 1, .keys = 4097, .dim = 80,
+      {{.name = "decode, one head",
+        .heads = 1,
+        .kv_heads = 1,
+        .rows = 1,
+        .keys = 4097,
+        .dim = 80,
         .value_dim = 64},
-       {.name = "decode, 32 heads on 8, a cache laid out bshd", .heads = 32, .kv_heads = 8,
-        .rows = 1, .keys = 4097, .slow = true, .key = "bshd", .value = "bshd"},
-       {.name = "decode, mask of keys, dropout, lse", .heads = 4, .kv_heads = 1, .rows = 2,
-        .keys = 1500, .drop = 6554, .mask_dtype = ORCHARD_BOOL, .mask_axes = "bd",
+       {.name = "decode, 32 heads on 8, D 128, a cache laid out bshd",
+        .heads = 32,
+        .kv_heads = 8,
+        .rows = 1,
+        .keys = 4097,
+        .dim = 128,
+        .value_dim = 128,
+        .slow = true,
+        .key = "bshd",
+        .value = "bshd"},
+       {.name = "decode, mask of keys, dropout, lse",
+        .heads = 4,
+        .kv_heads = 1,
+        .rows = 2,
+        .keys = 1500,
+        .drop = 6554,
+        .mask_dtype = ORCHARD_BOOL,
+        .mask_axes = "bd",
         .grad_lse = true},
        {.name = "decode, window", .rows = 3, .keys = 2000, .low = 900, .high = 1400},
-       {.name = "decode, softcap, gradient of the mask", .batch = 2, .rows = 3, .keys = 700,
-        .softcap = 15, .deviation = 5, .mask_dtype = ORCHARD_FLOAT16, .mask_axes = "hd",
+       {.name = "decode, softcap, gradient of the mask",
+        .batch = 2,
+        .rows = 3,
+        .keys = 700,
+        .softcap = 15,
+        .deviation = 5,
+        .mask_dtype = ORCHARD_FLOAT16,
+        .mask_axes = "hd",
         .grad_mask = true},
        {.name = "decode, every key hidden in one of two rows", .rows = 2, .keys = 700, .low = 699},
-       {.name = "decode, window from 647 to 548: nothing", .heads = 3, .kv_heads = 1, .rows = 1,
-        .keys = 1395, .dim = 7, .value_dim = 7, .low = 647, .high = 548}});
+       {.name = "decode, window from 647 to 548: nothing",
+        .heads = 3,
+        .kv_heads = 1,
+        .rows = 1,
+        .keys = 1395,
+        .dim = 7,
+        .value_dim = 7,
+        .low = 647,
+        .high = 548}});
 }
 
 std::vector<Case> all_cases() {
@@ -276,8 +454,11 @@ std::vector<Case> all_cases() {
   return cases;
 }
 
-bool chosen(const Options &options, const std::string &name) {
-  return name.find(options.only) != std::string::npos;
+// Whether this process runs the test.
+bool chosen(const Options &options, const std::string &name, bool slow = false) {
+  static int count = 0;
+  if ((slow && options.quick) || name.find(options.only) == std::string::npos) return false;
+  return count++ % options.parts == options.part - 1;
 }
 
 // One case in one type: every instruction set, against either edge, forward and backward.
@@ -294,6 +475,7 @@ std::string run_case(const Case &what, int32_t dtype, const Options &options) {
       now_running(what.name + ", " + dtype_name(dtype) + ", " + isa + side);
       alarm(kSecondsPerTest);
       const int threads = edge == Edge::kEnd ? 1 : 3;
+      if (threads == 1) Call::dirty_scratch(what, dtype, threads);
       std::string found = call.forward_and_compare(threads);
       if (what.backward) found += call.backward_and_compare(threads);
       if (!found.empty()) defects += "[" + isa + side + "] " + found;
@@ -315,7 +497,8 @@ std::string run_threads(const Case &what, int32_t dtype, const Options &options)
     const auto forward = call.forward_bytes(), backward = call.backward_bytes();
     for (const int threads : {2, 3, 8, 0}) {
       defects += call.forward(threads) + call.backward(threads);
-      const std::string where = " differs with " + std::to_string(threads) + " threads [" + isa + "]; ";
+      const std::string where =
+          " differs with " + std::to_string(threads) + " threads [" + isa + "]; ";
       if (call.forward_bytes() != forward) defects += "forward" + where;
       if (call.backward_bytes() != backward) defects += "backward" + where;
     }
@@ -388,27 +571,55 @@ std::string run_alone(const Case &what, int32_t dtype, const Options &options) {
 }
 
 std::vector<Case> determinism_cases() {
-  return {{.name = "plain", .batch = 3, .heads = 4, .rows = 130, .keys = 150},
-          {.name = "causal, D 80", .batch = 3, .heads = 2, .kv_heads = 1, .rows = 200, .keys = 200,
-           .dim = 80, .value_dim = 40, .high = 0},
-          {.name = "mask, softcap", .batch = 3, .rows = 40, .keys = 300, .dim = 40,
-           .softcap = 10, .mask_dtype = ORCHARD_FLOAT32, .mask_axes = "hsd", .grad_lse = true},
-          {.name = "decode", .batch = 3, .heads = 8, .rows = 1, .keys = 2500, .dim = 64},
-          {.name = "decode, 3 rows", .batch = 3, .heads = 2, .kv_heads = 2, .rows = 3,
-           .keys = 1700, .dim = 128, .value_dim = 128}};
+  return {{.name = "plain", .batch = 3, .heads = 4, .rows = 130, .keys = 150, .slow = true},
+          {.name = "causal, D 80",
+           .batch = 2,
+           .heads = 2,
+           .kv_heads = 1,
+           .rows = 150,
+           .keys = 150,
+           .dim = 80,
+           .value_dim = 40,
+           .high = 0},
+          {.name = "mask, softcap",
+           .batch = 3,
+           .rows = 40,
+           .keys = 300,
+           .dim = 40,
+           .softcap = 10,
+           .mask_dtype = ORCHARD_FLOAT32,
+           .mask_axes = "hsd",
+           .grad_lse = true,
+           .slow = true},
+          {.name = "decode", .batch = 3, .heads = 8, .rows = 1, .keys = 2500, .slow = true},
+          {.name = "decode, 3 rows", .batch = 2, .rows = 3, .keys = 1300},
+          {.name = "decode, 2 rows, D 128",
+           .batch = 3,
+           .rows = 2,
+           .keys = 1700,
+           .dim = 128,
+           .value_dim = 128,
+           .slow = true}};
 }
 
 void run_determinism(Report &report, const Options &options) {
   for (const Case &what : determinism_cases())
     for (const int32_t dtype : kDtypes) {
       const std::string name = what.name + ", " + dtype_name(dtype);
-      if (chosen(options, "any number of threads: " + name))
+      if (chosen(options, "any number of threads: " + name, what.slow))
         report.test("any number of threads: " + name, run_threads(what, dtype, options));
-      if (chosen(options, "alone or in a batch: " + name))
+      if (chosen(options, "alone or in a batch: " + name, what.slow))
         report.test("alone or in a batch: " + name, run_alone(what, dtype, options));
     }
-  Case random{.name = "dropout, gradient of a mask", .batch = 2, .heads = 6, .rows = 70, .keys = 140,
-              .drop = 6554, .mask_dtype = ORCHARD_FLOAT32, .mask_axes = "d", .grad_lse = true,
+  Case random{.name = "dropout, gradient of a mask",
+              .batch = 2,
+              .heads = 6,
+              .rows = 70,
+              .keys = 140,
+              .drop = 6554,
+              .mask_dtype = ORCHARD_FLOAT32,
+              .mask_axes = "d",
+              .grad_lse = true,
               .grad_mask = true};
   for (const int32_t dtype : kDtypes) {
     const std::string name = "any number of threads: " + random.name + ", " + dtype_name(dtype);
@@ -419,7 +630,11 @@ void run_determinism(Report &report, const Options &options) {
 // A mask of the lowest finite number absorbs every score: such a row is the mean of the values,
 // not an empty one. The budget of the analysis is no use at that size; the row is exact.
 std::string run_lowest(const std::string &isa) {
-  const Case what{.name = "lowest", .rows = 5, .keys = 64, .mask_dtype = ORCHARD_FLOAT32, .mask_axes = "sd",
+  const Case what{.name = "lowest",
+                  .rows = 5,
+                  .keys = 64,
+                  .mask_dtype = ORCHARD_FLOAT32,
+                  .mask_axes = "sd",
                   .backward = false};
   Call call(what, ORCHARD_FLOAT32, Edge::kEnd);
   Tensor mask({1, 1, what.rows, what.keys}, ORCHARD_FLOAT32, "bhsd", Edge::kEnd);
@@ -459,8 +674,8 @@ std::string run_exp2(const std::string &isa) {
     return "a special value is wrong";
   for (size_t at = special; at < x.size(); ++at) {
     const double exact = std::exp2(static_cast<double>(x[at]));
-    const bool right = x[at] < -126 ? y[at] >= 0 && y[at] <= FLT_MIN
-                                    : std::fabs(y[at] - exact) <= 1.5e-7 * exact;
+    const bool right =
+        x[at] < -126 ? y[at] >= 0 && y[at] <= FLT_MIN : std::fabs(y[at] - exact) <= 1.5e-7 * exact;
     if (!right)
       return "exp2(" + std::to_string(x[at]) + ") is off by " +
              std::to_string(std::fabs(y[at] / exact - 1) * 1e7) + "e-7";
@@ -490,10 +705,9 @@ int run(const Options &options) {
       report.test("the lowest finite mask, " + isa, run_lowest(isa));
   }
   for (const Case &what : all_cases()) {
-    if (options.quick && what.slow) continue;
     for (const int32_t dtype : kDtypes) {
       const std::string name = what.name + ", " + dtype_name(dtype);
-      if (chosen(options, name)) report.test(name, run_case(what, dtype, options));
+      if (chosen(options, name, what.slow)) report.test(name, run_case(what, dtype, options));
     }
   }
   run_determinism(report, options);
@@ -515,11 +729,15 @@ int main(int argc, char **argv) {
       options.list = true;
     } else if (word == "--only" && at + 1 < argc) {
       options.only = argv[++at];
+    } else if (word == "--part" && at + 1 < argc &&
+               std::sscanf(argv[at + 1], "%d/%d", &options.part, &options.parts) == 2) {
+      ++at;
     } else if (word == "--isa" && at + 1 < argc) {
       const std::string names = argv[++at];
       options.isas = names == "best" ? std::vector{options.isas.front()} : split(names);
     } else {
-      std::cerr << "usage: driver [--quick] [--list] [--only TEXT] [--isa best|NAME,NAME]\n";
+      std::cerr
+          << "usage: driver [--quick] [--part I/N] [--list] [--only TEXT] [--isa best|NAME,NAME]\n";
       return 2;
     }
   }

@@ -114,9 +114,8 @@ std::string run_nested() {
   std::atomic<int> leaves = 0;
   in_threads(4, [&](int) {
     for_all(6, 4, 64, [&](int64_t, void *) {
-      for_all(5, 4, 64, [&](int64_t, void *) {
-        for_all(4, 0, 64, [&](int64_t, void *) { ++leaves; });
-      });
+      for_all(5, 4, 64,
+              [&](int64_t, void *) { for_all(4, 0, 64, [&](int64_t, void *) { ++leaves; }); });
     });
   });
   return leaves == 4 * 6 * 5 * 4 ? "" : std::to_string(leaves) + " tasks ran, not 480";
@@ -151,8 +150,14 @@ struct Known {
     backward = call.backward_bytes();
   }
   static Case what() {
-    return {.name = "known", .heads = 4, .rows = 90, .keys = 130, .dim = 40, .value_dim = 40,
-            .high = 40, .drop = 6554};
+    return {.name = "known",
+            .heads = 4,
+            .rows = 90,
+            .keys = 130,
+            .dim = 40,
+            .value_dim = 40,
+            .high = 40,
+            .drop = 6554};
   }
   // Anew in memory of the caller's own.
   std::string run(int threads) const {
@@ -322,11 +327,21 @@ bool poisoned(const Tensor &tensor) {
 // Everything is taken, then given back bit by bit. Each call on the way is served, or says that
 // memory is short and has written nothing.
 int call_without_memory() {
-  const Case what{.name = "rows that see nothing, a gradient of the mask", .heads = 4, .rows = 300,
-                  .keys = 130, .dim = 40, .value_dim = 40, .high = -150,
-                  .mask_dtype = ORCHARD_FLOAT32, .mask_axes = "sd", .grad_mask = true};
+  const Case what{.name = "rows that see nothing, a gradient of the mask",
+                  .heads = 4,
+                  .rows = 300,
+                  .keys = 130,
+                  .dim = 40,
+                  .value_dim = 40,
+                  .high = -150,
+                  .mask_dtype = ORCHARD_FLOAT32,
+                  .mask_axes = "sd",
+                  .grad_mask = true};
   Call call(what, ORCHARD_FLOAT32, Edge::kEnd);
   call.expect();
+  const std::vector<Tensor *> of_forward{&call.out, &call.lse};
+  const std::vector<Tensor *> of_backward{&call.grad_query, &call.grad_key, &call.grad_value,
+                                          &call.grad_mask};
   touch_stack();
   limit_address_space(address_space() + (size_t{64} << 20));
   Hoard hoard;
@@ -336,10 +351,7 @@ int call_without_memory() {
     call.forward_args.threads = call.backward_args.threads = threads;
     for (const bool forward : {true, false}) {
       for (int status = ORCHARD_OUT_OF_MEMORY; status != ORCHARD_OK;) {
-        const std::initializer_list<Tensor *> outputs =
-            forward ? std::initializer_list<Tensor *>{&call.out, &call.lse}
-                    : std::initializer_list<Tensor *>{&call.grad_query, &call.grad_key,
-                                                      &call.grad_value, &call.grad_mask};
+        const std::vector<Tensor *> &outputs = forward ? of_forward : of_backward;
         for (Tensor *output : outputs) output->poison();
         status = forward ? orchard_attention_forward(&call.forward_args)
                          : orchard_attention_backward(&call.backward_args);

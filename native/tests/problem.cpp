@@ -45,17 +45,18 @@ Call::Call(const Case &what, int32_t dtype, Edge edge, uint64_t seed) {
   Random random(seed);
   seed_[0] = static_cast<uint32_t>(random());
   seed_[1] = static_cast<uint32_t>(random());
-  const auto &[b, hq, hkv, sq, sk, d, dv] =
-      std::tie(what.batch, what.heads, what.kv_heads, what.rows, what.keys, what.dim,
-               what.value_dim);
+  const auto &[b, hq, hkv, sq, sk, d, dv] = std::tie(
+      what.batch, what.heads, what.kv_heads, what.rows, what.keys, what.dim, what.value_dim);
   query = Tensor({b, hq, sq, d}, dtype, what.query, edge);
   key = Tensor({b, hkv, sk, d}, dtype, what.key, edge);
   value = Tensor({b, hkv, sk, dv}, dtype, what.value, edge);
   out = Tensor({b, hq, sq, dv}, dtype, what.out, edge);
   lse = Tensor({b, hq, sq, 1}, ORCHARD_FLOAT32, what.lse, edge);
-  query.fill(random, what.deviation);
-  key.fill(random, 1.0);
-  value.fill(random, 1.0);
+  if (what.fill) {
+    query.fill(random, what.deviation);
+    key.fill(random, 1.0);
+    value.fill(random, 1.0);
+  }
 
   if (what.mask_dtype != kNoMask) {
     Sizes sizes{b, hq, sq, sk};
@@ -94,7 +95,7 @@ Call::Call(const Case &what, int32_t dtype, Edge edge, uint64_t seed) {
     saved_out = Tensor({b, hq, sq, dv}, dtype, what.out, edge);
     saved_lse = Tensor({b, hq, sq, 1}, ORCHARD_FLOAT32, what.lse, edge);
     grad_out = Tensor({b, hq, sq, dv}, dtype, what.grad_out, edge);
-    grad_out.fill(random, 1.0);
+    if (what.fill) grad_out.fill(random, 1.0);
     if (what.empty_every != 0) {
       for (int64_t i = 0; i < sq; i += what.empty_every)
         for (int64_t e = 0; e < dv; ++e)
@@ -110,8 +111,7 @@ Call::Call(const Case &what, int32_t dtype, Edge edge, uint64_t seed) {
       grad_lse.forbid_writing();
     }
     if (what.grad_mask) {
-      grad_mask =
-          Tensor(std::to_array(f.mask.sizes), ORCHARD_FLOAT32, what.mask_grad, edge);
+      grad_mask = Tensor(std::to_array(f.mask.sizes), ORCHARD_FLOAT32, what.mask_grad, edge);
     }
     orchard_backward_args &g = backward_args;
     g.struct_size = sizeof g;
@@ -136,6 +136,14 @@ Call::Call(const Case &what, int32_t dtype, Edge edge, uint64_t seed) {
     g.drop_threshold = f.drop_threshold;
   }
   for (Tensor *input : {&query, &key, &value}) input->forbid_writing();
+}
+
+void Call::dirty_scratch(const Case &what, int32_t dtype, int threads) {
+  Case nothing = what;
+  nothing.fill = false;
+  Call call(nothing, dtype, Edge::kEnd);
+  call.forward(threads);
+  if (what.backward) call.backward(threads);
 }
 
 std::string Call::forward(int threads) {
@@ -218,7 +226,7 @@ std::vector<std::string> split(const std::string &list) {
 }
 
 void report_faults() {
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_sigaction = fault;
   action.sa_flags = SA_SIGINFO;
   for (int at = 0; at < 3; ++at) sigaction(kSignals[at], &action, &previous[at]);

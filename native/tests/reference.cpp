@@ -59,7 +59,8 @@ struct Sum {
   }
   double budget(int32_t dtype, bool independent, double unit) const {
     const double total = error + sum_error(terms) * magnitude + spread.bound(independent) +
-                         unit_roundoff(dtype) * std::fabs(value) + least_step(dtype) / 2 + kUnderflow;
+                         unit_roundoff(dtype) * std::fabs(value) + least_step(dtype) / 2 +
+                         kUnderflow;
     return total * (1 + 4 * unit);
   }
 };
@@ -180,8 +181,8 @@ void Rows::compute(int64_t b, int64_t h, int64_t i) {
     factor[j] = 1.0;
     if (threshold != 0) {
       const auto plane = static_cast<uint32_t>(b * heads + h);
-      const uint32_t bits = random_bits(seed, plane, static_cast<uint32_t>(i),
-                                        static_cast<uint32_t>(j));
+      const uint32_t bits =
+          random_bits(seed, plane, static_cast<uint32_t>(i), static_cast<uint32_t>(j));
       factor[j] = bits >= threshold ? 65536.0 / (65536 - threshold) : 0.0;
     }
   }
@@ -193,10 +194,9 @@ uint32_t random_bits(const uint32_t seed[2], uint32_t plane, uint32_t row, uint3
   uint32_t x[4] = {key / 8, row, plane, 0}, k[2] = {seed[0], seed[1]};
   for (int round = 0; round < 10; ++round) {
     const uint64_t a = uint64_t{0xD2511F53} * x[0], b = uint64_t{0xCD9E8D57} * x[2];
-    const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ x[1] ^ k[0],
-                              static_cast<uint32_t>(b),
-                              static_cast<uint32_t>(a >> 32) ^ x[3] ^ k[1],
-                              static_cast<uint32_t>(a)};
+    const uint32_t next[4] = {
+        static_cast<uint32_t>(b >> 32) ^ x[1] ^ k[0], static_cast<uint32_t>(b),
+        static_cast<uint32_t>(a >> 32) ^ x[3] ^ k[1], static_cast<uint32_t>(a)};
     std::copy(next, next + 4, x);
     k[0] += 0x9E3779B9;
     k[1] += 0xBB67AE85;
@@ -224,8 +224,7 @@ ForwardExpected expect_forward(const orchard_forward_args &args) {
         }
         for (const Sum &sum : out) {
           expected.out.value.push_back(sum.value);
-          expected.out.budget.push_back(
-              sum.budget(args.query.dtype, rows.independent, rows.unit));
+          expected.out.budget.push_back(sum.budget(args.query.dtype, rows.independent, rows.unit));
         }
         expected.lse.value.push_back(rows.lse);
         expected.lse.budget.push_back(rows.empty ? 0 : common + 3 * kE * std::fabs(rows.lse));
@@ -288,14 +287,14 @@ BackwardExpected expect_backward(const orchard_backward_args &args) {
         for (int64_t j = 0; j < rows.keys; ++j) {
           const double p = rows.p[j], factor = rows.factor[j], slope = rows.slope[j];
           if (p == 0) continue;
-          const double p_error =
-              rows.score_error[j] + 3 * kE * (std::fabs(rows.score[j]) + std::fabs(rows.lse)) +
-              6 * kE;
+          const double p_error = rows.score_error[j] +
+                                 3 * kE * (std::fabs(rows.score[j]) + std::fabs(rows.lse)) + 6 * kE;
           const double ds = p * (factor * dp[j] - delta.value + arriving_lse);
           const double ds_error = std::fabs(ds) * p_error +
                                   p * (factor * dp_error[j] + delta_error +
-                                       3 * kE * (factor * std::fabs(dp[j]) +
-                                                 std::fabs(delta.value) + std::fabs(arriving_lse)));
+                                       3 * kE *
+                                           (factor * std::fabs(dp[j]) + std::fabs(delta.value) +
+                                            std::fabs(arriving_lse)));
           const double w = rows.scale * slope * ds;
           const double w_error = scale * (slope * ds_error + std::fabs(ds) * rows.slope_error[j]);
           const double *k = rows.key_row(b, h, j);
@@ -322,7 +321,8 @@ BackwardExpected expect_backward(const orchard_backward_args &args) {
             }
           }
         }
-        if (by_mask && seen != 0) by_mask_sums[mask_index(b, h, i, 0)].spread.add(delta.spread, seen);
+        if (by_mask && seen != 0)
+          by_mask_sums[mask_index(b, h, i, 0)].spread.add(delta.spread, seen);
         for (int64_t d = 0; d < rows.dim; ++d) {  // delta is one for the row: its error adds up
           double coherent = 0;
           for (int64_t j = 0; j < rows.keys; ++j)

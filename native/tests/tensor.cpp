@@ -136,9 +136,8 @@ void *address(const orchard_tensor &tensor, int64_t b, int64_t h, int64_t i, int
 std::vector<double> dense(const orchard_tensor &tensor) {
   std::vector<double> values;
   values.reserve(count(tensor));
-  for_each(sizes_of(tensor), [&](auto... at) {
-    values.push_back(load_item(address(tensor, at...), tensor.dtype));
-  });
+  for_each(sizes_of(tensor),
+           [&](auto... at) { values.push_back(load_item(address(tensor, at...), tensor.dtype)); });
   return values;
 }
 
@@ -214,9 +213,8 @@ void Tensor::fill(Random &random, double deviation) {
 
 void Tensor::assign(const std::vector<double> &values) {
   size_t next = 0;
-  for_each(sizes_of(view_), [&](auto... at) {
-    store_item(address(view_, at...), view_.dtype, values[next++]);
-  });
+  for_each(sizes_of(view_),
+           [&](auto... at) { store_item(address(view_, at...), view_.dtype, values[next++]); });
 }
 
 bool Tensor::gaps_untouched() const {

@@ -61,7 +61,7 @@ class Tensor {
   Tensor(const Sizes &sizes, int32_t dtype, const std::string &layout, Edge edge);
   const orchard_tensor &view() const { return view_; }
   void poison();
-  void fill(Random &random, double deviation);            // normal numbers, 0 or 1 for bool
+  void fill(Random &random, double deviation);  // normal numbers, 0 or 1 for bool
   void assign(const std::vector<double> &values);
   void forbid_writing() { memory_->forbid_writing(); }
   bool gaps_untouched() const;

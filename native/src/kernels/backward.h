@@ -2,7 +2,7 @@
 // its gradients of key and value, and hands its part of the gradient of the query on in turn.
 #pragma once
 
-#include "forward.h"
+#include "decode.h"
 
 namespace orchard::ORCHARD_ISA {
 
@@ -29,7 +29,8 @@ struct Backward {
   int64_t chunk, chunks, blocks, units;
   int64_t query_wide, slot_size, slots;
   bool mask_over_batch, mask_over_heads, mask_over_rows, mask_over_keys;  // summed axes
-  float *shift;  // [b * Hq + h][row]: lse, but inf for an empty row
+  float *shift;  // [b * Hq + h][row]: what a score is taken from; inf for an empty row
+  float *norm;   // [b * Hq + h][row]: what a probability is then multiplied by
   float *delta;  // [b * Hq + h][row]: grad_out . out - grad_lse
   Turn *turns;   // [b * Hq + h][block]
   Turn *mask_turns;
@@ -73,6 +74,7 @@ struct Backward {
     const size_t zeroed = carver.used;
     remaining = carver.take<uint32_t>(units);
     shift = carver.take<float>(p.batch * p.heads * padded_rows());
+    norm = carver.take<float>(p.batch * p.heads * padded_rows());
     delta = carver.take<float>(p.batch * p.heads * padded_rows());
     sums = carver.take<float>(slots * slot_size);
     bytes = carver.used;
@@ -149,8 +151,8 @@ struct BackwardScratch {
     s.value_wide = round_up(p.value_dim, kTileRows);
     s.words = kPairs ? words_of<true>(p.dim) : s.query_wide;
     s.value_words = kPairs ? words_of<true>(p.value_dim) : s.value_wide;
-    s.query_lanes = round_up(p.dim, kLanes);
-    s.value_lanes = round_up(p.value_dim, kLanes);
+    s.query_lanes = round_up(p.dim, larger_of(kLanes, kTileRows));
+    s.value_lanes = round_up(p.value_dim, larger_of(kLanes, kTileRows));
     s.weight_words = kPairs ? kBlockRows / 2 : kBlockRows;
     s.key = carve.take<uint32_t>(chunk * s.words);
     s.key_pairs = kPairs ? carve.take<uint32_t>(chunk / 2 * s.query_wide) : s.key;
@@ -179,17 +181,61 @@ struct BackwardScratch {
   }
 };
 
+// One row of a problem as a problem of its own, without values.
+static Problem row_problem(const Problem &p, int64_t b, int64_t h, int64_t i) {
+  Problem row = p;
+  row.batch = row.heads = row.kv_heads = row.group = row.rows = 1;
+  row.value_dim = row.value.sizes[3] = 0;
+  row.drop_threshold = 0;
+  row.band_low += i;
+  row.band_high += i;
+  row.query.data = (void *)row_at(p.query, b, h, i);
+  row.key.data = (void *)row_at(p.key, b, h / larger_of(p.group, 1), 0);
+  if (p.mask.data == nullptr) return row;
+  const int64_t at[3] = {b, h, i};
+  int64_t offset = 0;
+  for (int axis = 0; axis < 3; ++axis) {
+    if (p.mask.sizes[axis] > 1) offset += at[axis] * p.mask.strides[axis];
+    row.mask.sizes[axis] = 1;
+  }
+  row.mask.data = (char *)p.mask.data + offset * element_size(p.mask.dtype);
+  return row;
+}
+
+// Past this size lse has too few digits left to rebuild a probability from: a row whose every mask
+// is -1e9 has lse -1e9, whatever the number of its keys. Such a row goes through its keys again.
+constexpr float kCoarseLse = 128.0f;
+
+// Scratch of prepare_block: two rows, and what going through the keys again takes.
+struct PrepareScratch {
+  float *grad, *out;
+  void *rest;
+  size_t bytes;
+
+  PrepareScratch(const Problem &p, void *base) {
+    Carver carve{base};
+    grad = carve.take<float>(larger_of(p.dim, p.value_dim));
+    out = carve.take<float>(p.value_dim);
+    rest = carve.take<char>(0);
+    const Problem row = row_problem(p, 0, 0, 0);
+    bytes = carve.used + ForwardScratch(Forward(row, false), nullptr).bytes;
+  }
+};
+
 // lse and delta of one block of rows of one head, and zeros where no key is seen.
-static void prepare_block(const Backward &w, int64_t plane, int64_t block, float *scratch) {
+static void prepare_block(const Backward &w, int64_t plane, int64_t block, void *scratch) {
   const Problem &p = w.p;
   const int64_t b = plane / p.heads, h = plane % p.heads;
   const bool unseen = w.chunks_of(block).size() == 0;
-  float *grad = scratch, *out = scratch + round_up(p.value_dim, 16);
+  const PrepareScratch s(p, scratch);
+  float *grad = s.grad, *out = s.out;
   for (int64_t r = 0; r < kBlockRows; ++r) {
     const int64_t i = block * kBlockRows + r;
     float &shift = w.shift[plane * w.padded_rows() + i];
+    float &norm = w.norm[plane * w.padded_rows() + i];
     float &delta = w.delta[plane * w.padded_rows() + i];
     shift = kInfinity;
+    norm = 1.0f;
     delta = 0.0f;
     if (i >= p.rows) continue;
     const float lse = *(const float *)row_at(p.lse, b, h, i);
@@ -203,10 +249,22 @@ static void prepare_block(const Backward &w, int64_t plane, int64_t block, float
       for (; d < p.value_dim; ++d) delta += grad[d] * out[d];
       if (p.grad_lse.data != nullptr) delta -= *(const float *)row_at(p.grad_lse, b, h, i);
       shift = lse;
+      if (lse > kCoarseLse || lse < -kCoarseLse) {
+        const Problem row = row_problem(p, b, h, i);
+        Forward f(row, false);
+        f.splits = 1;
+        f.split_keys = p.keys;
+        const ForwardScratch again(f, s.rest);
+        decode_rows<1, false>(f, 0, 0, again);
+        if (again.total[0] > 0) {
+          shift = again.top[0] * f.how.scale;
+          norm = 1.0f / again.total[0];
+        }
+      }
     }
     if (unseen) {
-      for (int64_t d = 0; d < p.dim; ++d) scratch[d] = 0.0f;
-      write_row(scratch, (char *)row_at(p.grad_query, b, h, i), p.grad_query.strides[3], p.dtype,
+      for (int64_t d = 0; d < p.dim; ++d) grad[d] = 0.0f;
+      write_row(grad, (char *)row_at(p.grad_query, b, h, i), p.grad_query.strides[3], p.dtype,
                 p.dim);
     }
   }
@@ -272,13 +330,15 @@ static void pack_block(const orchard_tensor &t, int32_t dtype, int64_t b, int64_
 template <bool kPairs, bool kGeneral>
 static void differentiate(const Backward &w, const BackwardScratch &s, const Panel &panel,
                           int64_t key, int64_t first, int64_t count, int64_t at, const float *shift,
-                          const float *delta, const float *mask, bool by_score) {
+                          const float *norm, const float *delta, const float *mask,
+                          bool by_score) {
   const Problem &p = w.p;
   const Scoring &how = w.how;
   const bool cut = cut_by_band(how, panel, key) || cut_by_band(how, panel, key + count - 1) ||
                    key + count > p.keys;
   for (int v = 0; v < 2; ++v) {
     const Floats row_shift = load(shift + v * kLanes), row_delta = load(delta + v * kLanes);
+    const Floats row_norm = load(norm + v * kLanes);
     const Ints alive = row_shift != splat(kInfinity);
     const Ints rows = load_as<Ints>(panel.row + v * kLanes);
     const Words planes = load_as<Words>(panel.plane + v * kLanes);
@@ -292,7 +352,7 @@ static void differentiate(const Backward &w, const BackwardScratch &s, const Pan
         score = shape(p, how, score, mask ? mask + j * kPanel + v * kLanes : nullptr, &slope);
       else
         score = rounded(score * how.scale);
-      Floats weight = exp2((score - row_shift) * kLog2e);
+      Floats weight = exp2((score - row_shift) * kLog2e) * row_norm;
       Ints seen = alive;
       if (cut) seen &= in_band(how, rows, key + j) & splat_int(key + j < p.keys ? -1 : 0);
       weight = select(seen, weight, splat(0.0f));
@@ -418,6 +478,7 @@ static void backward_block(const Backward &w, const BackwardScratch &s, int64_t 
   const int64_t key = c * w.chunk, count = smaller_of(w.chunk, p.keys - key);
   const int64_t padded = round_up(count, 8);
   const float *shift = w.shift + plane * w.padded_rows() + row;
+  const float *norm = w.norm + plane * w.padded_rows() + row;
   const float *delta = w.delta + plane * w.padded_rows() + row;
   pack_block<kPairs>(p.query, p.dtype, b, h, row, rows, shift, w.how.sign, p.dim, s.words,
                      s.query_lanes, s.packed, s.query_columns, s.query_rows);
@@ -465,11 +526,9 @@ static void backward_block(const Backward &w, const BackwardScratch &s, int64_t 
           here, 2, s.value_words, s.value + j * s.value_words, s.value_words,
           s.grad_columns + n * kPanel * s.value_words, kPanel, s.products, kPanel);
       if (w.how.general)
-        differentiate<kPairs, true>(w, s, panel, key + j, j, here, n * kPanel, shift + n * kPanel,
-                                    delta + n * kPanel, mask, mask_gradient);
+        differentiate<kPairs, true>(w, s, panel, key + j, j, here, n * kPanel, shift + n * kPanel, norm + n * kPanel, delta + n * kPanel, mask, mask_gradient);
       else
-        differentiate<kPairs, false>(w, s, panel, key + j, j, here, n * kPanel, shift + n * kPanel,
-                                     delta + n * kPanel, mask, mask_gradient);
+        differentiate<kPairs, false>(w, s, panel, key + j, j, here, n * kPanel, shift + n * kPanel, norm + n * kPanel, delta + n * kPanel, mask, mask_gradient);
       if (mask_gradient)
         add_mask_gradient(w, s, panel, b, h, key + j, j, n * kPanel,
                           smaller_of(here, p.keys - key - j));

@@ -6,7 +6,6 @@
 #endif
 
 #include "backward.h"
-#include "decode.h"
 
 namespace orchard::ORCHARD_ISA {
 
@@ -28,11 +27,16 @@ static void combine_task(void *context, int64_t unit, void *scratch) {
   for (int64_t r = 0; r < f.unit_rows; ++r) combine_row(f, unit, r, (float *)scratch);
 }
 
+// Overlapping views can pose more rows than there is memory for; sizes of scratch must not wrap.
+static bool too_large(double elements) { return elements > 0x1p48; }
+
 static int forward(const Problem &p) noexcept {
   if (p.batch == 0 || p.heads == 0 || p.rows == 0) return ORCHARD_OK;
   const bool pairs = kHasPairs && p.dtype == ORCHARD_BFLOAT16;
   Forward f(p, pairs);
   if (f.splits > 1) {
+    if (too_large((double)f.units * f.splits * f.unit_rows * f.partial_row()))
+      return ORCHARD_OUT_OF_MEMORY;
     f.partial = (float *)allocate((size_t)(f.units * f.splits * f.unit_rows * f.partial_row()) * 4);
     if (f.partial == nullptr) return ORCHARD_OUT_OF_MEMORY;
   }
@@ -47,7 +51,7 @@ static int forward(const Problem &p) noexcept {
 
 static void prepare_task(void *context, int64_t index, void *scratch) {
   const Backward &w = *(const Backward *)context;
-  prepare_block(w, index / w.blocks, index % w.blocks, (float *)scratch);
+  prepare_block(w, index / w.blocks, index % w.blocks, scratch);
 }
 
 static void clear_mask_task(void *context, int64_t index, void *) {
@@ -67,15 +71,17 @@ static void backward_task(void *context, int64_t index, void *scratch) {
 static int backward(const Problem &p) noexcept {
   const bool pairs = kHasPairs && p.dtype == ORCHARD_BFLOAT16;
   Backward w(p, pairs);
+  if (too_large((double)p.batch * p.heads * w.padded_rows()) ||
+      too_large((double)w.slots * w.slot_size) || too_large((double)w.mask_turn_count()))
+    return ORCHARD_OUT_OF_MEMORY;
   w.carve(nullptr);
   void *memory = allocate(w.bytes);
   if (memory == nullptr) return ORCHARD_OUT_OF_MEMORY;
   memset(memory, 0, w.carve(memory));
   for (int64_t unit = 0; unit < w.units; ++unit) w.remaining[unit] = (uint32_t)w.chunks;
 
-  const int64_t wide = round_up(larger_of(p.dim, p.value_dim), 16);
-  bool done = parallel_for(p.batch * p.heads * w.blocks, p.threads, (size_t)wide * 8 + 64,
-                           prepare_task, &w);
+  bool done = parallel_for(p.batch * p.heads * w.blocks, p.threads,
+                           PrepareScratch(p, nullptr).bytes, prepare_task, &w);
   if (p.grad_mask.data != nullptr)
     done = done && parallel_for(p.grad_mask.sizes[0] * p.grad_mask.sizes[1] * p.grad_mask.sizes[2],
                                 p.threads, 0, clear_mask_task, &w);
