@@ -53,6 +53,46 @@ def test_exit_during_a_call(stage: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+JOINED_AT_EXIT = """
+    import atexit, threading
+    import torch
+
+    stop = threading.Event()
+
+    def end():
+        stop.set()
+        worker.join()
+        print("joined")
+
+    atexit.register(end)  # before Orchard is imported, so it runs after Orchard's own
+    started = threading.Event()
+
+    def work():
+        import orchard
+        x = torch.randn(1, 2, 64, 16)
+        while not stop.is_set():
+            orchard.attention(x, x, x)
+            started.set()
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    started.wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_handler_that_joins_a_calling_thread() -> None:
+    """A thread that somebody waits for at exit is held back for a while, not for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(JOINED_AT_EXIT)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "joined\n", "")
+
+
 def test_nobody_is_inside_afterwards() -> None:
     """Calls count while they last, also those that raise, and a nested one twice."""
     x = torch.randn(1, 2, 8, 16, requires_grad=True)

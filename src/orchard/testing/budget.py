@@ -3,8 +3,8 @@
 The oracle is the definition in fp64. The yardstick is the same definition in the operands' own
 dtype. An output may be off by twice the yardstick's error, a gradient by three times, each plus
 one rounding step: of the result in its dtype, of the accumulator on the terms it sums, for a sum
-that cancels to zero has errors too, and for a gradient of lse, from which a backward rebuilds the
-probabilities: they are handed over no better. fp64 results are held to 1e-10, relative to size.
+that cancels to zero has errors too, and for a gradient of what a backward is handed: lse, from
+which it rebuilds each row's probabilities, and out in its dtype. fp64 is held to 1e-10 of its size.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from orchard.attention.reference import attend, propagate, softmax_rows
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 DOUBLE_LIMIT = 1e-10
+LSE_LIMIT = 128.0  # an lse up to which a backward may rely on its digits
 
 
 class Results(NamedTuple):
@@ -53,9 +54,10 @@ class Comparison:
 class Standard(NamedTuple):
     """What results are held to: the definition in fp64 and in their dtype, and their terms."""
 
-    exact: Results
     yardstick: Results
+    exact: Results
     sizes: Results
+    handed: Results  # the terms, each row's as often as lse has steps in them
     dtype: torch.dtype
 
 
@@ -71,35 +73,41 @@ def standard(
     All tensors are on one device that has fp64. Without `upstream` only the forward is judged.
     """
     dtype = tensors.query.dtype
+    exact = define(tensors, options, torch.float64, upstream, mask_grad=mask_grad)
+    sizes = handed = term_sizes(tensors, options, upstream, mask_grad=mask_grad)
+    if upstream is not None and exact.lse is not None:
+        # Half a step of lse where it is stored, half where a score is taken from it. A row whose
+        # lse is larger than this has to be rebuilt in another way.
+        steps = exact.lse.abs().nan_to_num(posinf=0.0).clamp(max=LSE_LIMIT)
+        by_row = Upstream(
+            upstream.out.double() * steps[..., None],
+            None if upstream.lse is None else upstream.lse.double() * steps,
+        )
+        handed = term_sizes(tensors, options, by_row, mask_grad=mask_grad)
     return Standard(
-        define(tensors, options, torch.float64, upstream, mask_grad=mask_grad),
         define(tensors, options, dtype, upstream, mask_grad=mask_grad),
-        term_sizes(tensors, options, upstream, mask_grad=mask_grad),
+        exact,
+        sizes,
+        handed,
         dtype,
     )
 
 
 def compare(actual: Results, held_to: Standard) -> list[Comparison]:
     """Every result beside its budget; what is not finite has an infinite error."""
-    exact, yardstick, sizes, dtype = held_to
-    accumulator = torch.finfo(accumulation_dtype(dtype)).eps
-    lse = 0.0 if exact.lse is None else _largest(exact.lse)
-    # A step of lse off, half where it is stored and half where a score is taken from it, changes
-    # a probability by that share.
-    handed_over = 1.0 + lse
-    return [
-        _compare(
-            name,
-            mine,
-            low,
-            high,
-            accumulator * _largest(size) * (handed_over if name.startswith("grad") else 1.0),
-        )
-        for name, mine, low, high, size in zip(
-            Results._fields, actual, yardstick, exact, sizes, strict=True
-        )
-        if mine is not None and low is not None and high is not None and size is not None
-    ]
+    accumulator = torch.finfo(accumulation_dtype(held_to.dtype)).eps
+    found = []
+    for name, mine in actual._asdict().items():
+        low, high, size, handed = (getattr(part, name) for part in held_to[:4])
+        if mine is None or low is None:
+            continue
+        step = accumulator * _largest(size)
+        if name.startswith("grad"):
+            step += accumulator * _largest(handed)
+        if name in ("grad_query", "grad_key", "grad_mask"):  # through grad_out . out
+            step += torch.finfo(held_to.dtype).eps / 2 * _largest(size)
+        found.append(_compare(name, mine, low, high, step))
+    return found
 
 
 def judge(

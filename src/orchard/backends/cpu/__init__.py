@@ -77,8 +77,9 @@ class CpuBackend(Backend):
         if mask is not None and mask.dtype not in native.DTYPES:
             sentence = f"takes no mask of {dtype_name(mask.dtype)}"
             found.append(Reason("mask_dtype", sentence, "convert the mask to float32"))
-        if 0.0 < problem.options.softcap < torch.finfo(torch.float32).tiny:
-            sentence = "takes no softcap below the normal numbers of fp32"
+        fp32, (scale, softcap) = torch.finfo(torch.float32), problem.options[:2]
+        if softcap and (softcap < fp32.tiny or abs(scale) / softcap > fp32.max):
+            sentence = "takes no softcap so small that fp32 does not hold it, or scale / softcap"
             found.append(Reason("softcap", sentence, "drop softcap"))
         sizes = (*problem.query_shape, *problem.key_shape, *problem.value_shape)
         if max(sizes) >= _SIZE_LIMIT or problem.batch * problem.heads >= _SIZE_LIMIT:

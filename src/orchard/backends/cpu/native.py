@@ -11,7 +11,7 @@ import torch
 
 from orchard.backends.cpu import location
 from orchard.dispatch.backend import Reason
-from orchard.errors import NativeError
+from orchard.errors import ArgumentValueError, NativeError
 from orchard.text import one_line
 
 ABI_VERSION = 1
@@ -126,6 +126,8 @@ class Library:
         message = _text(self._last_error()) or f"status {status} without a message"
         if status == OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(message)
+        if status == INVALID_ARGUMENT:
+            raise ArgumentValueError(message)
         raise NativeError(message)
 
 
@@ -169,7 +171,7 @@ def use_isa(name: str | None) -> Library:
     loaded = library()
     try:
         loaded.select_isa(name)
-    except NativeError as error:
+    except ArgumentValueError as error:
         raise UnavailableError(
             f"ORCHARD_CPU_ISA is {name!r}: {error}",
             f"unset it, or use one of {', '.join(loaded.isa_available)}",
