@@ -99,6 +99,14 @@ ORCHARD_API const char *orchard_isa_available(void);
 ORCHARD_API const char *orchard_isa(void);
 ORCHARD_API int orchard_select_isa(const char *name);
 
+/* The host's own threads: a function that runs task(data) on each of `threads` threads, the caller
+ * one of them, and returns when all have; GOMP_parallel of the OpenMP library that the host runs on
+ * is one. Such threads spin between the host's parallel loops, and threads of ours would have to
+ * compete with them. Used by one call at a time, never after a fork; NULL: not at all. */
+typedef void orchard_team_runner(void (*task)(void *), void *data, unsigned threads,
+                                 unsigned flags);
+ORCHARD_API void orchard_share_threads(orchard_team_runner *team);
+
 /* Threads that the pool holds now, callers not counted. */
 ORCHARD_API int orchard_pool_threads(void);
 

@@ -365,6 +365,8 @@ int orchard_attention_backward(const orchard_backward_args *args) {
 
 const char *orchard_last_error(void) { return orchard::last_error; }
 
+void orchard_share_threads(orchard_team_runner *team) { orchard::share_threads(team); }
+
 int orchard_pool_threads(void) { return orchard::pool_threads(); }
 
 void orchard_exp2(const float *x, float *y, size_t count) {

@@ -184,6 +184,7 @@ struct Job {
 class Pool {
  public:
   bool run(Job &job) noexcept;
+  void share(TeamRunner team) { team_.store(team, std::memory_order_relaxed); }
   int size() const { return workers_.load(std::memory_order_relaxed); }
 
   void before_fork() { pthread_mutex_lock(&mutex_); }
@@ -192,6 +193,7 @@ class Pool {
 
  private:
   static void *main(void *pool);
+  static void join_team(void *call);
   [[noreturn]] void work();
   void help(Job &job, Lock &lock);
   void rest(Lock &lock);
@@ -213,6 +215,7 @@ class Pool {
   int callers_ = 0, most_threads_ = 0;
   Arena *kept_ = nullptr;
   int kept_count_ = 0;
+  std::atomic<TeamRunner> team_{nullptr};
 };
 
 constinit Pool pool;
@@ -360,6 +363,31 @@ void Pool::close(Job &job, Lock &lock) {
   }
 }
 
+struct TeamCall {
+  Pool *pool;
+  Job *job;
+  std::atomic<Arena *> first;  // the caller's, for whoever comes first
+};
+
+// What a member of somebody else's team does.
+void Pool::join_team(void *call) {
+  auto &[pool, job, first] = *static_cast<TeamCall *>(call);
+  Arena *arena = first.exchange(nullptr);
+  if (arena == nullptr) {
+    Lock lock(pool->mutex_);
+    arena = pool->take(job->scratch_bytes, lock);
+    if (arena == nullptr) return;
+  }
+  prepare(arena);
+  const uint64_t before = float_mode();
+  set_float_mode(job->float_mode);
+  while (job->run_one(arena->scratch())) {
+  }
+  set_float_mode(before);
+  Lock lock(pool->mutex_);
+  push(job->arenas, arena);
+}
+
 bool Pool::run(Job &job) noexcept {
   Lock lock(mutex_);
   ++callers_;
@@ -369,21 +397,29 @@ bool Pool::run(Job &job) noexcept {
     --callers_;
     return false;
   }
-  if (job.limit > 1) hire(static_cast<int>(job.limit) - 1);
-  most_threads_ = std::max(most_threads_, callers_ + size());
-  const bool shared = job.limit > 1 && size() > 0;
+  // One call at a time may have the host's team; more of them share the pool's own workers.
+  const TeamRunner team =
+      callers_ == 1 && job.limit > 1 ? team_.load(std::memory_order_relaxed) : nullptr;
+  if (team == nullptr && job.limit > 1) hire(static_cast<int>(job.limit) - 1);
+  most_threads_ = std::max(most_threads_, callers_ + std::max(size(), static_cast<int>(job.limit)));
+  const bool shared = team == nullptr && job.limit > 1 && size() > 0;
   const int sleepers = shared ? open(job) : 0;
   lock.unlock();
 
-  if (sleepers > 0) wake(openings_, sleepers);
-  prepare(arena);
-  while (job.run_one(arena->scratch())) {
+  if (team != nullptr) {
+    TeamCall call{this, &job, arena};
+    team(join_team, &call, job.limit, 0);
+  } else {
+    if (sleepers > 0) wake(openings_, sleepers);
+    prepare(arena);
+    while (job.run_one(arena->scratch())) {
+    }
   }
 
   lock.lock();
   if (shared) close(job, lock);
   Arena *surplus = nullptr;
-  give(arena, surplus);
+  if (team == nullptr) give(arena, surplus);
   while (Arena *helper = pop(job.arenas)) give(helper, surplus);
   --callers_;
   lock.unlock();
@@ -397,6 +433,7 @@ void Pool::after_fork_in_child() {
   open_jobs_.store(0, std::memory_order_relaxed);
   workers_.store(0, std::memory_order_relaxed);
   spinning_ = sleeping_ = callers_ = 0;
+  team_.store(nullptr, std::memory_order_relaxed);  // OpenMP does not survive a fork
   pthread_mutex_unlock(&mutex_);
 }
 
@@ -434,6 +471,8 @@ bool parallel_for(int64_t count, int threads, size_t scratch_bytes, Task task,
 }
 
 int pool_threads() noexcept { return pool.size(); }
+
+void share_threads(TeamRunner team) noexcept { pool.share(team); }
 
 void wait_for_turn(Turn &turn, uint32_t value) noexcept {
   std::atomic<uint32_t> &now = value_of(turn);

@@ -21,6 +21,10 @@ int pool_threads() noexcept;
 // The most threads that a call which asks for `asked` is given.
 int thread_count(int asked) noexcept;
 
+// See orchard_share_threads.
+using TeamRunner = void (*)(void (*task)(void *), void *data, unsigned threads, unsigned flags);
+void share_threads(TeamRunner team) noexcept;
+
 // Turns: values grow one at a time, and a thread waits for the value that is its turn.
 struct Turn {
   uint32_t value;

@@ -330,8 +330,7 @@ static void pack_block(const orchard_tensor &t, int32_t dtype, int64_t b, int64_
 template <bool kPairs, bool kGeneral>
 static void differentiate(const Backward &w, const BackwardScratch &s, const Panel &panel,
                           int64_t key, int64_t first, int64_t count, int64_t at, const float *shift,
-                          const float *norm, const float *delta, const float *mask,
-                          bool by_score) {
+                          const float *norm, const float *delta, const float *mask, bool by_score) {
   const Problem &p = w.p;
   const Scoring &how = w.how;
   const bool cut = cut_by_band(how, panel, key) || cut_by_band(how, panel, key + count - 1) ||
@@ -526,9 +525,11 @@ static void backward_block(const Backward &w, const BackwardScratch &s, int64_t 
           here, 2, s.value_words, s.value + j * s.value_words, s.value_words,
           s.grad_columns + n * kPanel * s.value_words, kPanel, s.products, kPanel);
       if (w.how.general)
-        differentiate<kPairs, true>(w, s, panel, key + j, j, here, n * kPanel, shift + n * kPanel, norm + n * kPanel, delta + n * kPanel, mask, mask_gradient);
+        differentiate<kPairs, true>(w, s, panel, key + j, j, here, n * kPanel, shift + n * kPanel,
+                                    norm + n * kPanel, delta + n * kPanel, mask, mask_gradient);
       else
-        differentiate<kPairs, false>(w, s, panel, key + j, j, here, n * kPanel, shift + n * kPanel, norm + n * kPanel, delta + n * kPanel, mask, mask_gradient);
+        differentiate<kPairs, false>(w, s, panel, key + j, j, here, n * kPanel, shift + n * kPanel,
+                                     norm + n * kPanel, delta + n * kPanel, mask, mask_gradient);
       if (mask_gradient)
         add_mask_gradient(w, s, panel, b, h, key + j, j, n * kPanel,
                           smaller_of(here, p.keys - key - j));

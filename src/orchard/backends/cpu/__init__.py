@@ -94,8 +94,13 @@ class CpuBackend(Backend):
         return super().probe(capability, device)
 
     def _open(self) -> native.Library:
-        self._library = native.use_isa(settings.current().cpu_isa)
-        return self._library
+        library = native.use_isa(settings.current().cpu_isa)
+        # With a budget of its own Orchard has threads of its own.
+        library.share_threads(
+            native.torch_team() if settings.current().num_threads is None else None
+        )
+        self._library = library
+        return library
 
     def forward(self, problem: Problem, kernel: str, tensors: Tensors) -> Saved:
         library = self._library or self._open()

@@ -96,6 +96,7 @@ class Library:
         self.forward = function("attention_forward", ctypes.c_int, ctypes.c_void_p)
         self.backward = function("attention_backward", ctypes.c_int, ctypes.c_void_p)
         self.pool_threads = function("pool_threads", ctypes.c_int)
+        self.share_threads = function("share_threads", None, ctypes.c_void_p)
         self.exp2 = function("exp2", None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         self._last_error = function("last_error", ctypes.c_char_p)
         self._isa_compiled = function("isa_compiled", ctypes.c_char_p)
@@ -177,6 +178,18 @@ def use_isa(name: str | None) -> Library:
             f"unset it, or use one of {', '.join(loaded.isa_available)}",
         ) from error
     return loaded
+
+
+def torch_team() -> int | None:
+    """The address of GOMP_parallel in the OpenMP library that torch runs on, where it is GNU's."""
+    home = str(Path(torch.__file__).parent)  # torch.libs, beside it, begins with the same
+    try:
+        mapped = Path("/proc/self/maps").read_text().splitlines()
+        paths = {line.split(maxsplit=5)[-1] for line in mapped if "libgomp" in line}
+        (path,) = (path for path in paths if path.startswith(home))
+        return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, ValueError, AttributeError):  # another system, or another OpenMP
+        return None
 
 
 def describe(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> TensorArgs:
