@@ -13,6 +13,7 @@ from typing import Any
 
 from orchard.backends import load
 from orchard.dispatch.backend import ANY_DEVICE, Backend, Capability, dtype_name
+from orchard.testing import metal_counters
 from orchard.testing.targets import HEADERS, cells
 
 ROOT = Path(__file__).parent.parent
@@ -139,6 +140,18 @@ def targets_table(name: str, folder: Path = ROOT / "benchmarks/results") -> str:
     return "\n".join(table)
 
 
+def counts_table(folder: Path = ROOT / "benchmarks/results") -> str:
+    """A stored run of `orchard bench --preset metal-emulated`."""
+    stored = folder / "metal-emulated.jsonl"
+    lines = [json.loads(line) for line in stored.read_text().splitlines()]
+    machine = lines[0]["machine"]
+    parts = [f"torch {machine['torch']}, {machine['date'][:10]}:"]
+    for title, (headers, rows) in metal_counters.TABLES.items():
+        parts += ["", f"**{title}**", "", f"| {' | '.join(headers)} |", "|" + "---|" * len(headers)]
+        parts += [f"| {' | '.join(row)} |" for line in lines for row in rows(line)]
+    return "\n".join(parts)
+
+
 def milliseconds(side: dict[str, Any]) -> str:
     return f"{side['seconds']['p50'] * 1e3:.3g}" if side["seconds"] else side["status"]
 
@@ -146,6 +159,7 @@ def milliseconds(side: dict[str, Any]) -> str:
 GENERATED = {
     "measured-cpu": lambda: results_table("cpu-quick"),
     "targets-cpu": lambda: targets_table("cpu"),
+    "counts-metal": counts_table,
     "measured-h200": lambda: results_table("h200-quick"),
     "capabilities": lambda: capability_table((0, 1, 2, 3, 7, 9, 11, 13)),
     "capabilities-full": capability_table,

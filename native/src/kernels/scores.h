@@ -76,6 +76,7 @@ static bool read_mask(const Problem &p, const Scoring &how, const Panel &panel, 
       }
       transpose_rows((const uint32_t *)rows, ld, count, (uint32_t *)(columns + v * kLanes));
     }
+    if (p.mask.dtype != ORCHARD_BOOL) continue;
     for (int64_t j = 0; j < count; ++j) any = larger(load(columns + j * kPanel + v * kLanes), any);
   }
   if (p.mask.dtype != ORCHARD_BOOL) return true;
