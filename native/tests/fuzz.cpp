@@ -340,14 +340,16 @@ void corrupt(Args &args, Random &random) {
   }
 }
 
-// Moves a tensor of its own memory to somewhere in an arena.
-void move_into(const Memory &arena, orchard_tensor &tensor, Random &random) {
-  if (tensor.data == nullptr) return;
+// Moves a tensor of its own memory to somewhere in an arena; false where it has no room.
+bool move_into(const Memory &arena, orchard_tensor &tensor, Random &random) {
+  if (tensor.data == nullptr) return true;
   const Extent reach = extent(tensor);
   const auto low = static_cast<int64_t>(reach.low), high = static_cast<int64_t>(reach.high);
   const auto room = static_cast<int64_t>(arena.size()) - (high - low);
+  if (room < 0) return false;
   const int64_t at = between(random, 0, room / 8) * 8;
   tensor.data = arena.data() + at - low;
+  return true;
 }
 
 struct Tally {
@@ -364,8 +366,9 @@ std::string run_corrupted(Args args, int (*function)(const Args *), Random &rand
     std::memcpy(written.data() + at, &word, 8);
   }
   read.forbid_writing();
-  for (orchard_tensor *tensor : inputs(args)) move_into(read, *tensor, random);
-  for (orchard_tensor *tensor : outputs(args)) move_into(written, *tensor, random);
+  bool moved = true;
+  for (orchard_tensor *tensor : inputs(args)) moved = move_into(read, *tensor, random) && moved;
+  for (orchard_tensor *tensor : outputs(args)) moved = move_into(written, *tensor, random) && moved;
   for (int64_t changes = between(random, 1, 3); changes > 0; --changes) corrupt(args, random);
   if (kThreadSanitizer && args.threads >= 0) args.threads = 1;  // outputs may overlap here
 
@@ -374,7 +377,7 @@ std::string run_corrupted(Args args, int (*function)(const Args *), Random &rand
   for (const orchard_tensor *tensor : inputs(args))
     owned = owned && (inside(*tensor, read) || inside(*tensor, written));
   for (const orchard_tensor *tensor : outputs(args)) owned = owned && inside(*tensor, written);
-  if (expected != Verdict::kMustRefuse && (!owned || work(args) > 1e7)) {
+  if (!moved || (expected != Verdict::kMustRefuse && (!owned || work(args) > 1e7))) {
     ++tally.left_out;
     return "";
   }

@@ -52,11 +52,9 @@ Call::Call(const Case &what, int32_t dtype, Edge edge, uint64_t seed) {
   value = Tensor({b, hkv, sk, dv}, dtype, what.value, edge);
   out = Tensor({b, hq, sq, dv}, dtype, what.out, edge);
   lse = Tensor({b, hq, sq, 1}, ORCHARD_FLOAT32, what.lse, edge);
-  if (what.fill) {
-    query.fill(random, what.deviation);
-    key.fill(random, 1.0);
-    value.fill(random, 1.0);
-  }
+  query.fill(random, what.deviation);
+  key.fill(random, 1.0);
+  value.fill(random, 1.0);
 
   if (what.mask_dtype != kNoMask) {
     Sizes sizes{b, hq, sq, sk};
@@ -95,7 +93,7 @@ Call::Call(const Case &what, int32_t dtype, Edge edge, uint64_t seed) {
     saved_out = Tensor({b, hq, sq, dv}, dtype, what.out, edge);
     saved_lse = Tensor({b, hq, sq, 1}, ORCHARD_FLOAT32, what.lse, edge);
     grad_out = Tensor({b, hq, sq, dv}, dtype, what.grad_out, edge);
-    if (what.fill) grad_out.fill(random, 1.0);
+    grad_out.fill(random, 1.0);
     if (what.empty_every != 0) {
       for (int64_t i = 0; i < sq; i += what.empty_every)
         for (int64_t e = 0; e < dv; ++e)
@@ -136,14 +134,6 @@ Call::Call(const Case &what, int32_t dtype, Edge edge, uint64_t seed) {
     g.drop_threshold = f.drop_threshold;
   }
   for (Tensor *input : {&query, &key, &value}) input->forbid_writing();
-}
-
-void Call::dirty_scratch(const Case &what, int32_t dtype, int threads) {
-  Case nothing = what;
-  nothing.fill = false;
-  Call call(nothing, dtype, Edge::kEnd);
-  call.forward(threads);
-  if (what.backward) call.backward(threads);
 }
 
 std::string Call::forward(int threads) {

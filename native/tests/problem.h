@@ -26,7 +26,6 @@ struct Case {
   int64_t empty_every = 0;         // each such row is wholly masked, and its grad_out NaN
   bool grad_lse = false, grad_mask = false, backward = true;
   bool slow = false;  // left out of quick runs
-  bool fill = true;   // with false the operands are NaN
   std::string query = "bhsd", key = "bhsd", value = "bhsd", mask = "bhsd", grad_out = "bhsd",
               arriving_lse = "bhsd";
   std::string out = "bhsd", lse = "bhsd", grad_query = "bhsd", grad_key = "bhsd",
@@ -36,9 +35,6 @@ struct Case {
 class Call {
  public:
   Call(const Case &what, int32_t dtype, Edge edge, uint64_t seed = 1);
-
-  // Leaves NaN in the scratch that the library keeps: the same call with nothing else in it.
-  static void dirty_scratch(const Case &what, int32_t dtype, int threads);
 
   // Each runs on poisoned outputs. "" or what went wrong; values are not looked at.
   std::string forward(int threads);

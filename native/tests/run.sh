@@ -26,7 +26,7 @@ need() {
     exit 1
 }
 
-# Builds the tests in build/native-NAME and runs those that $1 does not match, side by side.
+# Builds the tests in build/native-NAME and runs those that $2 does not match, side by side.
 build_and_test() {
   local name=$1 without=$2
   shift 2
@@ -44,7 +44,8 @@ plain() {
 
 # At -O1: sanitizers make the kernels ten times larger, and the compiler slow with them.
 address() {
-  ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 \
+  local fill=max_malloc_fill_size=1000000000:malloc_fill_byte=255  # with NaN
+  ASAN_OPTIONS=detect_stack_use_after_return=1:$fill UBSAN_OPTIONS=print_stacktrace=1 \
     build_and_test address none -DORCHARD_SANITIZE='address;undefined' \
     -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DORCHARD_DRIVER_ARGUMENTS=--quick \
     -DORCHARD_FUZZ_ARGUMENTS='--seconds;60'

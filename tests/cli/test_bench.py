@@ -13,8 +13,10 @@ import orchard
 from orchard.attention.api import attention
 from orchard.cli import bench, main
 from orchard.dispatch.planner import planner
-from orchard.testing import benchmark, presets, targets
+from orchard.testing import benchmark, metal_counters, presets, targets
 from orchard.testing.benchmark import Case
+from orchard.testing.metal import Counters, toolchain
+from orchard.testing.metal_counters import Count, Exercise
 from orchard.testing.targets import Target
 
 pytestmark = pytest.mark.cli
@@ -430,3 +432,85 @@ def test_auto_prefers_an_accelerator(
 )
 def test_numbers_have_about_three_digits(value: float | None, shown: str) -> None:
     assert bench._digits(value) == shown
+
+
+def _counters(multiplies: int, barriers: int) -> Counters:
+    return Counters(
+        multiplies, device_read=4000, device_written=2000, threadgroup_barriers=barriers
+    )
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Counts out of thin air: those of our forward may be changed."""
+    ours = {"multiplies": 1000, "barriers": 10}
+
+    def count(_: object, exercise: Exercise) -> Count:
+        scale = 66 if exercise.causal else 131
+        forward = _counters(ours["multiplies"] * scale, ours["barriers"])
+        parts = {name: _counters(scale * 1000, 4) for name in metal_counters.BACKWARD}
+        return Count(exercise, forward, _counters(1000 * scale, 10), parts)
+
+    monkeypatch.setattr(metal_counters, "count", count)
+    monkeypatch.setattr(toolchain, "find", lambda: None)
+    return ours
+
+
+def _count(out: Path, *options: str) -> int:
+    return main(["bench", "--preset", "metal-emulated", f"--out={out}", *options])
+
+
+def test_counts_of_metal_kernels(
+    counted: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both kernels beside each other, the backward, the limits, and a line for each problem."""
+    assert _count(tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert "S 512, D 64, full, contiguous" in shown
+    assert "131,000" in shown
+    assert "all: 3.00 of" in shown
+    assert "NO" not in shown
+    lines = _stored(tmp_path, "metal-emulated")
+    assert len(lines) == 8
+    assert lines[0]["ours"]["multiplies"] == 131_000
+    assert set(lines[0]["backward"]) == set(metal_counters.BACKWARD)
+    assert all(limit["held"] for line in lines for limit in line["limits"])
+    assert lines[0]["machine"]["torch"] == torch.__version__
+    assert [len(line["limits"]) for line in lines[:4]] == [5, 5, 6, 6]
+
+
+@pytest.mark.parametrize(("what", "value"), [("multiplies", 1021), ("barriers", 11)])
+def test_a_limit_that_is_not_held_fails(
+    what: str,
+    value: int,
+    counted: dict[str, int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two percent above torch's is too much."""
+    counted[what] = value
+    assert _count(tmp_path, "--only", "D 128, full") == 1
+    assert "NO" in capsys.readouterr().out
+    lines = _stored(tmp_path, "metal-emulated")
+    assert {line["dim"] for line in lines} == {128}
+    broken = [limit for line in lines for limit in line["limits"] if not limit["held"]]
+    assert {limit["what"] for limit in broken} == {f"{what} / torch's"}
+
+
+def test_counts_are_of_one_backend(
+    counted: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _count(tmp_path, "--backend", "cpu") == 2
+    assert _count(tmp_path, "--dtype", "float16") == 2
+    assert "counts what it is named after" in capsys.readouterr().err
+
+
+def test_counts_need_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find() -> None:
+        raise toolchain.NoCompilerError("there is no clang")
+
+    monkeypatch.setattr(toolchain, "find", find)
+    assert _count(tmp_path) == 2
+    assert "there is no clang" in capsys.readouterr().err

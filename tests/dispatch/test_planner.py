@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.dispatch]
 
 Use = Callable[..., Planner]
 backends = importlib.import_module("orchard.backends")  # `orchard.backends` is the function
+SHIPPED = backends.REGISTRY
 
 
 def operands(rows: int = 8, dim: int = 16, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -618,11 +619,48 @@ def test_adding_a_backend_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes == {("toy", "softcap"), ("aten", "softcap")}
 
 
-def test_shipped_registry() -> None:
-    """Every shipped backend loads, has a name of its own, and ends in one that serves all."""
+class Tool(Toy):
+    """A backend that is never to be chosen, nor even run, without being asked for."""
+
+    name = "tool"
+    on_request = True
+    probes = 0
+
+    def probe(self, *_: Any) -> None:
+        type(self).probes += 1
+
+
+@pytest.mark.parametrize("disabled", ["", "reference"])
+def test_a_backend_that_waits_to_be_asked_for(
+    disabled: str, use_backends: Use, environment: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither probed nor chosen, wherever it stands and whoever else serves; a name asks for it."""
+    monkeypatch.setattr(Tool, "probes", 0)
+    environment(ORCHARD_DISABLE=disabled)
+    use_backends(Tool, ReferenceBackend)
+    plan = orchard.explain(*operands())
+    assert plan.backend == (None if disabled else "reference")
+    (reason,) = plan.why_not("tool")
+    assert reason == ("on_request", "runs only when it is asked for", 'backend="tool" asks for it')
+    assert plan.passed_over == ((("reference", plan.why_not("reference")[0]),) if disabled else ())
+    listed = {entry.backend: entry for entry in orchard.backends()}
+    assert listed["tool"].reason == reason
+    assert Tool.probes == 0
+
+    assert orchard.explain(*operands(), backend="tool").backend == "tool"
+    assert Tool.probes == 1
+    environment(ORCHARD_BACKEND="tool")
+    assert orchard.explain(*operands()).backend == "tool"
+    assert next(entry for entry in orchard.backends() if entry.backend == "tool").available
+
+
+def test_shipped_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every shipped backend loads, and the last that need not be asked for serves all."""
+    monkeypatch.setattr(backends, "REGISTRY", SHIPPED)
     loaded = backends.load()
-    assert len({backend.name for backend in loaded}) == len(loaded)
-    last = loaded[-1].capabilities[0]
+    names = [backend.name for backend in loaded]
+    assert names == ["cpu", "metal", "aten", "reference", "metal-emulated"]
+    last = [backend for backend in loaded if not backend.on_request][-1].capabilities[0]
     everything = problem_of(*operands(dtype=torch.float64), softcap=1.0, threshold=9)
     assert last.reasons(everything) == ()
 

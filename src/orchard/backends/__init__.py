@@ -8,8 +8,10 @@ from orchard.dispatch.backend import Backend
 
 REGISTRY = (
     "orchard.backends.cpu:CpuBackend",
+    "orchard.backends.metal:MetalBackend",
     "orchard.backends.aten:AtenBackend",
     "orchard.backends.reference:ReferenceBackend",
+    "orchard.backends.metal_emulated:MetalEmulatedBackend",
 )
 
 

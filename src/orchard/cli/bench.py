@@ -30,6 +30,8 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("cpu", "cuda", "mps")
+COUNTED = "metal-emulated"
+SPEED_HEADERS = ("ratio", "case", "ours, ms", "torch, ms", "served by")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +83,8 @@ def _presets() -> dict[str, str]:
     from orchard.testing.presets import PRESETS
     from orchard.testing.targets import TABLES
 
-    return {name: preset.__doc__ or "" for name, preset in (PRESETS | TABLES).items()}
+    timed = {name: preset.__doc__ or "" for name, preset in (PRESETS | TABLES).items()}
+    return timed | {COUNTED: "what the Metal kernels do, counted by the emulator, in minutes"}
 
 
 def _backend(name: str) -> str:
@@ -129,6 +132,8 @@ def run(args: argparse.Namespace) -> int:
     if args.preset and args.preset_option not in (None, args.preset):
         raise ArgumentValueError(f"two presets: {args.preset} and {args.preset_option}")
     args.preset = args.preset_option or args.preset or "quick"
+    if args.preset == COUNTED:
+        return _run_counts(args)
     rows = _run_table(args) if args.preset in TABLES else _run_cases(args)
     wrong = [row for row in rows if not row.right]
     for row in wrong:
@@ -176,6 +181,43 @@ def _run_cases(args: argparse.Namespace) -> list[Row]:
     _say(args)(f"Data: {stored}")
     _plot(args, partial(draw, args.preset, rows, facts))
     return rows
+
+
+def _run_counts(args: argparse.Namespace) -> int:
+    """Counts instead of times; 1 where a limit is not held, 2 where there is no compiler."""
+    import torch
+
+    from orchard.testing.machine import machine
+    from orchard.testing.metal import Emulator, toolchain
+    from orchard.testing.metal_counters import EXERCISES, TABLES, Workbench, count
+
+    if args.device not in (None, torch.device("cpu")) or args.backend not in (None, COUNTED):
+        raise ArgumentValueError(f"the preset {COUNTED} counts what it is named after, on the CPU")
+    if args.dtype is not None:
+        raise ArgumentValueError(f"the preset {COUNTED} has its own dtype; --only picks rows")
+    try:
+        toolchain.find()
+    except toolchain.NoCompilerError as error:
+        _on_standard_error(f"orchard bench: {error}")
+        return 2
+    exercises = _picked(EXERCISES, args.only, str)
+    stored, facts = _stored(args), machine(torch.device("cpu"))
+    bench, found = Workbench(Emulator(workers=2)), []
+    with stored.open("w") as file, progress(f"bench {COUNTED}", len(exercises)) as step:
+        for exercise in exercises:
+            counted = count(bench, exercise)
+            found.append({"preset": COUNTED, **counted.data(), "machine": facts})
+            record.write(found[-1], file, shown=args.json)
+            step(str(exercise))
+    if not args.json:
+        for title, (headers, rows) in TABLES.items():
+            print_table(title, headers, [row for data in found for row in rows(data)])
+    wrong = [words for data in found for words in data["complaints"]]
+    for words in wrong:
+        _say(args)(words)
+    _say(args)(f"Data: {stored}")
+    held = all(limit["held"] for data in found for limit in data["limits"])
+    return 0 if held and not wrong else 1
 
 
 def _stored(args: argparse.Namespace) -> Path:
@@ -263,8 +305,8 @@ def _measure_targets(
 def _print_rows(preset: str, rows: list[Row], facts: dict[str, Any]) -> None:
     print_table(
         f"{preset} on {facts['gpu'] or facts['cpu']}: torch's time / ours, medians (p20-p80)",
-        ["ratio", "case", "ours, ms", "torch, ms", "served by"],
-        [_speed_cells(row) for row in rows],
+        SPEED_HEADERS,
+        [speed_cells(row) for row in rows],
     )
     unit, divisor = ("TFLOP/s", 1000.0) if facts["gpu"] else ("GFLOP/s", 1.0)
     print_table(
@@ -274,7 +316,8 @@ def _print_rows(preset: str, rows: list[Row], facts: dict[str, Any]) -> None:
     )
 
 
-def _speed_cells(row: Row) -> list[str]:
+def speed_cells(row: Row) -> list[str]:
+    """A row of speeds, in the order of SPEED_HEADERS."""
     ratio = _shown(row.ratio) if row.ratio else "-"
     if row.ours.status != "ok":
         ratio = row.ours.status

@@ -1,7 +1,8 @@
 """Run the conformance suite: layouts, dtypes, masks, gradients, guard buffers and dropout.
 
-Every result is held to the fp64 definition. Exits 0 if all that is served is right, 1 if not,
-2 if nothing could be run.
+Every result is held to the fp64 definition. On MPS it also compiles each Metal kernel and times
+attention beside torch's. Exits 0 if all that is served is right, 1 if not, 2 if nothing could be
+run.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchard.cli import record
+from orchard.cli.bench import SPEED_HEADERS, speed_cells
 from orchard.cli.console import print_table, progress
 
 if TYPE_CHECKING:
+    import torch
+
+    from orchard.testing.benchmark import Row
     from orchard.testing.conformance import Case, Outcome
 
 
@@ -42,15 +49,15 @@ def run(args: argparse.Namespace) -> int:
     from orchard.dispatch.report import visible_devices
     from orchard.testing.conformance import CASES, QUICK
 
-    devices = {device.type: device for device in visible_devices()}
-    name = next(reversed(devices)) if args.device == "auto" else args.device
-    device = next((d for d in visible_devices() if name in (d.type, str(d))), None)
-    if device is None:
-        print(f"device {name!r} is not visible; there is {', '.join(devices)}", file=sys.stderr)
-        return 2
     if args.backend != AUTO and args.backend not in planner().backends:
         known = ", ".join(planner().backends)
         print(f"backend {args.backend!r} is unknown; there is {known}", file=sys.stderr)
+        return 2
+    devices = {device.type: device for device in visible_devices()}
+    name = _best(args.backend, list(devices.values())) if args.device == "auto" else args.device
+    device = next((d for d in visible_devices() if name in (d.type, str(d))), None)
+    if device is None:
+        print(f"device {name!r} is not visible; there is {', '.join(devices)}", file=sys.stderr)
         return 2
 
     args.report.touch()  # a place that cannot be written is said before the work
@@ -71,14 +78,82 @@ def run(args: argparse.Namespace) -> int:
         "cases": [_as_data(outcome) for outcome in outcomes],
         "machine": collect(),
     }
+    metal = _metal(args, device) if device.type == "mps" else None
+    if metal is not None:
+        report["metal"] = metal.data()
     args.report.write_text(json.dumps(report, indent=1))
     if args.json:
         print(json.dumps(report))
     else:
+        if metal is not None:
+            _print_metal(metal)
         _print(outcomes, failed, args.report)
-    if failed:
+    if failed or (metal is not None and not metal.ok):
         return 1
     return 0 if served else 2
+
+
+def _best(backend: str, devices: Sequence[torch.device]) -> str:
+    """The last visible device that the backend is for."""
+    from orchard.dispatch.planner import AUTO, planner
+
+    if backend != AUTO:
+        devices = [d for d in devices if planner().backends[backend].serves_device(d)] or devices
+    return devices[-1].type
+
+
+@dataclass(frozen=True)
+class Metal:
+    """What a Mac says of the Metal kernels."""
+
+    facts: dict[str, Any]
+    problem: str  # why the backend is not available here, if so
+    kernels: list[dict[str, Any]]
+    rows: list[Row]
+
+    @property
+    def ok(self) -> bool:
+        compiled = all(kernel["ok"] for kernel in self.kernels)
+        return not self.problem and compiled and all(row.right for row in self.rows)
+
+    def data(self) -> dict[str, Any]:
+        times = [record.as_data("quick", row, self.facts) for row in self.rows]
+        return {**self.facts, "problem": self.problem, "kernels": self.kernels, "times": times}
+
+
+def _metal(args: argparse.Namespace, device: torch.device) -> Metal:
+    from orchard.backends.metal import MetalBackend
+    from orchard.dispatch.planner import planner
+    from orchard.testing import metal_report
+
+    backend = planner().backends["metal"]
+    assert isinstance(backend, MetalBackend)
+    reason = backend.unavailable(backend.capabilities[0], device)
+    with progress("compile", len(metal_report.samples(quick=args.quick))) as step:
+        kernels = metal_report.compile_all(backend.runtime, quick=args.quick, step=step)
+    seconds = 0.1 if args.quick else 0.5
+    with progress("time", len(metal_report.cases(device))) as step:
+        rows = metal_report.time_all(device, args.backend, seconds=seconds, step=step)
+    return Metal(metal_report.facts(), reason.sentence if reason else "", kernels, rows)
+
+
+def _print_metal(metal: Metal) -> None:
+    facts = metal.facts
+    print(f"{facts['gpu']}, macOS {facts['macos']}, torch {facts['torch']}")
+    if metal.problem:
+        print(f"metal does not serve: {metal.problem}")
+    rows = []
+    for name in dict.fromkeys(kernel["kernel"] for kernel in metal.kernels):
+        group = [kernel for kernel in metal.kernels if kernel["kernel"] == name]
+        refused = dict.fromkeys(kernel["words"] for kernel in group if not kernel["ok"])
+        threads = [kernel["max_threads"] for kernel in group if kernel["max_threads"] is not None]
+        compiled = sum(kernel["ok"] for kernel in group)
+        fewest = str(min(threads, default="-"))
+        rows.append([name, f"{compiled} of {len(group)}", fewest, "; ".join(refused)])
+    headers = ["kernel", "compiled", "fewest threads it can run", "what the compiler says"]
+    print_table("Metal kernels", headers, rows)
+    title = "quick: torch's time / ours, medians (p20-p80)"
+    print_table(title, SPEED_HEADERS, [speed_cells(row) for row in metal.rows])
 
 
 def _outcome(case: Case, device: str, backend: str) -> Outcome:

@@ -201,6 +201,7 @@ class Backend(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     capabilities: ClassVar[tuple[Capability, ...]]
+    on_request: ClassVar[bool] = False  # neither probed nor chosen unless asked for by name
 
     def __init__(self) -> None:
         self._probed: dict[tuple[str, torch.device], Reason | None] = {}
@@ -220,6 +221,13 @@ class Backend(ABC):
     ) -> tuple[Upstream, Gradients]:
         """Second gradients; only for a backend whose capabilities have the stage."""
         raise AssertionError(f"{self.name} was planned for a stage it does not have")
+
+    def held_back(self, asked: str) -> Reason | None:
+        """Why it is left alone where the name asked for is another."""
+        if not self.on_request or asked == self.name:
+            return None
+        fix = f'backend="{self.name}" asks for it'
+        return Reason("on_request", "runs only when it is asked for", fix)
 
     def serves_device(self, device: torch.device) -> bool:
         return any(capability.on(device) for capability in self.capabilities)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
+import torch
+
 from orchard.attention.problem import Problem
 from orchard.dispatch import settings
 from orchard.dispatch.backend import Backend, Capability, Reason, dtype_name
@@ -54,7 +56,7 @@ class Plan:
             for rejection in self.rejected
             if rejection.better
             for reason in rejection.reasons
-            if reason.code != "device"
+            if reason.code not in ("device", "on_request")
         )
 
     @cached_property
@@ -144,7 +146,7 @@ class Planner:
         chosen: tuple[str, str] | None = None
         rejected: list[Rejection] = []
         for name, backend in self.backends.items():
-            capability, reasons = self._select(backend, problem, insisted=asked == name)
+            capability, reasons = self._select(backend, problem, asked)
             if capability is not None and chosen is None and asked in (AUTO, name):
                 chosen = name, capability.kernel
                 continue
@@ -171,15 +173,15 @@ class Planner:
         return plan
 
     def _select(
-        self, backend: Backend, problem: Problem, *, insisted: bool
+        self, backend: Backend, problem: Problem, asked: str
     ) -> tuple[Capability | None, tuple[Reason, ...]]:
         if backend.name in self._config.disabled:
             return None, (Reason("disabled", "switched off by ORCHARD_DISABLE"),)
-        held = self._quarantine.get((backend.name, problem))
+        held = self._quarantine.get((backend.name, problem)) or backend.held_back(asked)
         if held is not None:
             return None, (held,)
         capability, reasons = backend.select(problem)
-        if insisted and problem.stage == "forward" and problem.grad:
+        if asked == backend.name and problem.stage == "forward" and problem.grad:
             known = {reason.code for reason in reasons}
             later = backend.select(problem.next_backward(lse_grad=False))[1]
             reasons += tuple(
@@ -188,6 +190,13 @@ class Planner:
                 if reason.code not in known
             )
         return None if reasons else capability, reasons
+
+    def unavailable(
+        self, backend: Backend, capability: Capability, device: torch.device
+    ) -> Reason | None:
+        """Why a kernel does not run here, if so; one that waits to be asked for is not probed."""
+        held = backend.held_back(self._config.backend)
+        return held if held is not None else backend.unavailable(capability, device)
 
     def explain(self, problem: Problem, requested: str = AUTO) -> Plan:
         """The plan, with that of the backward where one would follow."""

@@ -34,7 +34,10 @@ def visible_devices() -> tuple[torch.device, ...]:
 
 
 def backends() -> tuple[BackendReport, ...]:
-    """Every kernel on every visible device, each proved by running it, in order of preference."""
+    """Every kernel on every visible device, each proved by running it, in order of preference.
+
+    Those that run only when they are asked for are listed, not run.
+    """
     return tuple(
         BackendReport(
             backend.name, capability.kernel, str(device), reason is None, reason, backend.summary
@@ -43,7 +46,7 @@ def backends() -> tuple[BackendReport, ...]:
         for backend in planner().backends.values()
         for capability in backend.capabilities
         if capability.on(device)
-        for reason in [backend.unavailable(capability, device)]
+        for reason in [planner().unavailable(backend, capability, device)]
     )
 
 

@@ -298,6 +298,8 @@ def _build_mask(case: Case, device: torch.device, source: torch.Generator) -> Gu
 def check(case: Case, device: torch.device | str = "cpu", backend: str = AUTO) -> Outcome:
     """Run a case forward and backward and hold every result to its budget."""
     device = torch.device(device)
+    if device.type == "mps" and case.dtype == torch.float64:
+        return Outcome(case, "not served", complaints=["MPS has no float64"])
     inputs = build(case, device)
     query, key, value = (operand.tensor.requires_grad_() for operand in inputs.operands)
     mask = inputs.mask.tensor if inputs.mask else None

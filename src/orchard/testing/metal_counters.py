@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +22,8 @@ from orchard.attention.problem import (
     describe,
 )
 from orchard.backends.metal_emulated import EmulatedRuntime, MetalEmulatedBackend
+from orchard.testing.budget import Results, judge
 from orchard.testing.metal import Counters, Emulator, ShaderLibrary
-from orchard.text import table
 
 _TORCH_SOURCE = """
 #include <metal_stdlib>
@@ -29,6 +31,12 @@ using namespace metal;
 #include <c10/metal/utils.h>
 #include <ATen/native/mps/kernels/PrefillAttention.h>
 """
+COLUMNS = {  # of the tables, by counter
+    "multiplies": "multiplies",
+    "device_read": "bytes read",
+    "device_written": "bytes written",
+    "threadgroup_barriers": "barriers",
+}
 BACKWARD = ("attention_rows", "attention_grad_query", "attention_grad_key_value")
 
 
@@ -122,35 +130,124 @@ class Workbench:
         return out, self.emulator.counters[name]
 
 
-def report(exercises: tuple[Exercise, ...] = EXERCISES) -> str:
-    """The forward beside torch's, and the backward beside the forward, as two tables."""
-    bench = Workbench(Emulator(workers=2))
-    forwards, backwards = [], []
-    for exercise in exercises:
-        ours = bench.forward(exercise)[1]
-        theirs = bench.torch_forward(exercise)[1]
-        for who, counted in (("orchard", ours), ("torch", theirs)):
-            forwards.append([str(exercise) if who == "orchard" else "", who, *_cells(counted)])
-        parts = bench.backward(exercise)
-        whole = sum(parts.values(), Counters())
-        share = f"{whole.multiplies / ours.multiplies:.2f}x"
-        for name, counted in parts.items():
-            backwards.append([str(exercise), name, *_cells(counted)])
-        backwards.append(["", f"all, {share} the forward's multiplies", *_cells(whole)])
-    columns = ["multiplies", "bytes read", "bytes written", "barriers"]
-    return "\n\n".join(
-        (
-            table(["forward", "", *columns], forwards, width=120),
-            table(["backward", "", *columns], backwards, width=120),
-        )
-    )
+@dataclass(frozen=True)
+class Limit:
+    """A number that may not be above another."""
+
+    what: str
+    found: float
+    most: float
+
+    @property
+    def held(self) -> bool:
+        return self.found <= self.most
 
 
-def _cells(counted: Counters) -> list[str]:
-    numbers = (
-        counted.multiplies,
-        counted.device_read,
-        counted.device_written,
-        counted.threadgroup_barriers,
+@dataclass(frozen=True)
+class Count:
+    """What one problem took: our forward, torch's, and our backward by kernel."""
+
+    exercise: Exercise
+    ours: Counters
+    torch: Counters
+    backward: dict[str, Counters]
+    complaints: tuple[str, ...] = ()  # what is wrong with the results
+
+    @property
+    def whole_backward(self) -> Counters:
+        return sum(self.backward.values(), Counters())
+
+    @property
+    def limits(self) -> list[Limit]:
+        """What the kernels are held to; bytes of a backward are held in the tests."""
+        found = [
+            Limit(f"{label} / torch's", _share(self.ours, self.torch, name), 1.02)
+            for name, label in COLUMNS.items()
+        ]
+        exercise, multiplies = self.exercise, self.ours.multiplies
+        if exercise.causal:
+            full = 2 * exercise.heads * (exercise.length // 8) ** 2 * (exercise.dim // 8)
+            found.append(Limit("causal multiplies / full's", multiplies / full, 0.6))
+        share = _share(self.whole_backward, self.ours, "multiplies")
+        return [*found, Limit("backward's multiplies / forward's", share, 3.5)]
+
+    def data(self) -> dict[str, Any]:
+        """As one JSON object."""
+        exercise = self.exercise
+        return {
+            "case": str(exercise),
+            "batch": 1,
+            "heads": exercise.heads,
+            "rows": exercise.length,
+            "dim": exercise.dim,
+            "dtype": str(exercise.dtype).removeprefix("torch."),
+            "causal": exercise.causal,
+            "permuted": exercise.permuted,
+            "ours": asdict(self.ours),
+            "torch": asdict(self.torch),
+            "backward": {name: asdict(part) for name, part in self.backward.items()},
+            "complaints": list(self.complaints),
+            "limits": [{**asdict(limit), "held": limit.held} for limit in self.limits],
+        }
+
+
+def _share(ours: Counters, others: Counters, name: str) -> float:
+    return float(getattr(ours, name) / getattr(others, name))
+
+
+def count(bench: Workbench, exercise: Exercise) -> Count:
+    """Both kernels on one problem, their outputs held to the budget."""
+    saved, ours = bench.forward(exercise)
+    out, theirs = bench.torch_forward(exercise)
+    tensors, options = exercise.operands(), exercise.options
+    complaints = tuple(
+        f"{exercise}, {who}: {verdict}"
+        for who, result in (("Orchard", saved.out), ("torch", out))
+        for verdict in judge(Results(result, None), tensors, options)
+        if not verdict.ok
     )
-    return [f"{number:,}" for number in numbers]
+    return Count(exercise, ours, theirs, bench.backward(exercise), complaints)
+
+
+def forward_rows(data: Mapping[str, Any]) -> list[list[str]]:
+    """A stored count as rows of a table, ours and torch's."""
+    return [
+        [data["case"], "Orchard", *_cells(data["ours"])],
+        ["", "torch", *_cells(data["torch"])],
+    ]
+
+
+def backward_rows(data: Mapping[str, Any]) -> list[list[str]]:
+    parts = data["backward"]
+    whole = {name: sum(part[name] for part in parts.values()) for name in COLUMNS}
+    share = whole["multiplies"] / data["ours"]["multiplies"]
+    rows = [["", name, *_cells(part)] for name, part in parts.items()]
+    rows[0][0] = data["case"]
+    return [*rows, ["", f"all: {share:.2f} of the forward's multiplies", *_cells(whole)]]
+
+
+def limit_rows(data: Mapping[str, Any]) -> list[list[str]]:
+    rows = [
+        ["", limit["what"], f"{limit['found']:.3f}", f"{limit['most']:g}", _yes(limit["held"])]
+        for limit in data["limits"]
+    ]
+    rows[0][0] = data["case"]
+    return rows
+
+
+TABLES = {  # title: headers and what makes the rows of a stored count
+    "Forward, Orchard's kernel and the one that torch ships": (
+        ("case", "", *COLUMNS.values()),
+        forward_rows,
+    ),
+    "Backward": (("case", "kernel", *COLUMNS.values()), backward_rows),
+    "Limits": (("case", "what", "found", "at most", "held"), limit_rows),
+}
+
+
+def _cells(counted: Mapping[str, int]) -> list[str]:
+    return [f"{counted[name]:,}" for name in COLUMNS]
+
+
+def _yes(held: bool) -> str:
+    return "yes" if held else "NO"

@@ -34,6 +34,7 @@ class MetalEmulatedBackend(MetalBackend):
     name = "metal-emulated"
     summary = "the Metal kernels executed on the CPU, to test them without a Mac"
     capabilities = (capability("cpu"),)
+    on_request = True
 
     def __init__(self, runtime: EmulatedRuntime | None = None) -> None:
         super().__init__(runtime or EmulatedRuntime())
