@@ -183,8 +183,14 @@ def on_mac(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(report.read_text())
 
 
-def test_a_mac(mac: OnMac, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mac(
+    mac: OnMac,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The report names the GPU, macOS and torch, every kernel's compile, and times."""
+    monkeypatch.setenv("COLUMNS", "200")  # tables are not folded
     status, data = on_mac(tmp_path)
     assert status == 0
     metal = data["metal"]
