@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch import library as torch_library
 
 import orchard
 from orchard.testing.inputs import BY_NAME, guarded
@@ -65,7 +66,7 @@ def test_opcheck_forward(layout: str, option: str, mask_kind: str, grad: bool) -
     """Schema, autograd registration, fake and AOT dispatch of the forward operator agree."""
     args = arguments(layout, option, mask_kind, grad=grad)
     mask_grad = grad and mask_kind == "additive"
-    outcome = torch.library.opcheck(
+    outcome = torch_library.opcheck(
         torch.ops.orchard.attention_forward.default, (*args, True, grad, mask_grad)
     )
     assert set(outcome.values()) == {"SUCCESS"}
@@ -84,7 +85,7 @@ def test_opcheck_backward(layout: str, option: str, mask_kind: str, grad: bool) 
         out, lse = torch.ops.orchard.attention_forward(*args, True, True, mask_grad)
     grad_out = torch.randn_like(out).requires_grad_(grad)
     grad_lse = torch.randn_like(lse).requires_grad_(grad)
-    outcome = torch.library.opcheck(
+    outcome = torch_library.opcheck(
         torch.ops.orchard.attention_backward.default,
         (grad_out, grad_lse, *args[:5], out, lse, *args[5:], mask_grad),
     )

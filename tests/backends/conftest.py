@@ -19,7 +19,7 @@ PATIENCE = 240  # seconds: a program that takes longer hangs
 def _instruction_sets() -> list[object]:
     """Those of the CPU kernels that this machine runs, the best first."""
     try:
-        return list(native.library().isa_available)
+        return list(native.loaded().isa_available)
     except native.UnavailableError as error:
         return [pytest.param("", marks=pytest.mark.skip(reason=str(error)))]
 
@@ -33,7 +33,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         planner.reset()
         native.use_isa(name)
         yield name
-        assert native.library().isa == name, "the test changed the instruction set"
+        assert native.loaded().isa == name, "the test changed the instruction set"
     planner.reset()
     native.use_isa(None)
 

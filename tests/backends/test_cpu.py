@@ -47,14 +47,14 @@ class Recorder(native.Library):
         self.status = status
         self.forwards: list[ForwardArgs] = []
         self.backwards: list[BackwardArgs] = []
-        self._last_error = lambda: message  # type: ignore[assignment]
+        self._last_error = lambda: message
 
-    def forward(self, address: int) -> int:  # type: ignore[override]
+    def forward(self, address: int) -> int:
         held = ctypes.string_at(address, ctypes.sizeof(ForwardArgs))
         self.forwards.append(ForwardArgs.from_buffer_copy(held))
         return self.status
 
-    def backward(self, address: int) -> int:  # type: ignore[override]
+    def backward(self, address: int) -> int:
         held = ctypes.string_at(address, ctypes.sizeof(BackwardArgs))
         self.backwards.append(BackwardArgs.from_buffer_copy(held))
         return self.status
@@ -78,7 +78,7 @@ def library() -> native.Library:
     """The library of this installation. Only its absence is a reason to skip."""
     if location.find_library() is None:
         pytest.skip("the native library is not built")
-    return native.library()
+    return native.loaded()
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_strided_seed_is_packed(backend: CpuBackend) -> None:
     words: list[list[int]] = []
 
     class Reader(Recorder):
-        def forward(self, address: int) -> int:  # type: ignore[override]
+        def forward(self, address: int) -> int:
             seed = ForwardArgs.from_address(address).seed
             words.append(list((ctypes.c_int32 * 2).from_address(seed)))
             return 0
@@ -378,7 +378,7 @@ def test_unusable_library_is_a_reason(
         "another library": Path(ctypes.util.find_library("c") or "libc.so.6"),
     }
     if case == "gone":
-        paths[case].unlink()  # type: ignore[union-attr]
+        paths[case].unlink()
     registered.setattr(location, "find_library", lambda: paths[case])
     registered.setattr(native, "_library", None)
     planner.reset()
@@ -629,7 +629,7 @@ ISA = """
     )
     x = torch.randn(1, 2, 8, 16)
     plan = orchard.explain(x, x, x)
-    print(plan.backend, native.library().isa)
+    print(plan.backend, native.loaded().isa)
     print(*(reason.sentence + "; " + reason.fix for reason in plan.why_not("cpu")))
 """
 

@@ -68,5 +68,5 @@ def test_whatever_else_is_in_the_batch(case: Case, isa: str) -> None:
             by_query = entry, heads
             by_key = entry, groups
             cuts = (by_query, by_query, by_query, by_key, by_key)
-            among = Results(*(found[cut] for found, cut in zip(whole, cuts, strict=False)))  # type: ignore[index]
+            among = Results(*(found[cut] for found, cut in zip(whole, cuts, strict=False)))
             assert differences(problem.part(entry, groups).solve(), among) == []

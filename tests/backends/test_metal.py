@@ -554,7 +554,7 @@ def test_the_planner_on_mps() -> None:
     """metal serves what it is for; what is beyond it has reasons and goes elsewhere."""
     backends = (Present(FakeRuntime()), AtenBackend(), ReferenceBackend())
     for peer in backends[1:]:
-        peer.unavailable = lambda *_: None  # type: ignore[method-assign]
+        peer.unavailable = lambda *_: None
     planner = Planner(backends, settings.Settings(), Journal())
     for stage in ("forward", "backward"):
         problem = describe(operands(), Options(1.0, 2.0, Band(-3, 4), 9), grad=True)
@@ -576,7 +576,7 @@ def test_the_planner_on_mps() -> None:
 def test_torch_serves_on_mps_too() -> None:
     """What torch's own forward computes exactly goes to metal first, and to torch when asked."""
     metal, aten = Present(FakeRuntime()), AtenBackend()
-    aten.unavailable = lambda *_: None  # type: ignore[method-assign]
+    aten.unavailable = lambda *_: None
     planner = Planner((metal, aten), settings.Settings(), Journal())
     tensors = Tensors(*(torch.empty(1, 2, 40, 64) for _ in range(3)))
     problem = on_mps(describe(tensors, Options(0.125)))

@@ -175,7 +175,7 @@ def test_native_library(
     capsys: pytest.CaptureFixture[str], report: Callable[[], dict[str, Any]]
 ) -> None:
     """Where the library is, what it was compiled for, and what of that is in use."""
-    library = native.library()
+    library = native.loaded()
     found = report()["native"]
     assert found == {
         "library": doctor._without_home(library.path),

@@ -64,7 +64,7 @@ def test_wrong_results_fail(
     right = CpuBackend.forward
 
     def wrong(self: CpuBackend, *call: object) -> Saved:
-        out, lse = right(self, *call)  # type: ignore[arg-type]
+        out, lse = right(self, *call)
         return Saved(out.index_fill(-1, torch.tensor([0]), torch.nan), lse)
 
     monkeypatch.setattr(CpuBackend, "unavailable", lambda *_: None)

@@ -48,7 +48,7 @@ def leave_during_short_calls() -> None:
     """Kernel, planning, allocation: the threads are anywhere in a call when the main one ends."""
     begun = [threading.Event() for _ in SHORT]
     for query, event in zip(SHORT, begun, strict=True):
-        call_forever(lambda query=query, event=event: (forward(query), event.set()))  # type: ignore[misc]
+        call_forever(lambda query=query, event=event: (forward(query), event.set()))
     for event in begun:
         event.wait()
     time.sleep(0.001 * (os.getpid() % 7))

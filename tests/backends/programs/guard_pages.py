@@ -54,7 +54,7 @@ def cases() -> Iterator[Case]:
                     mask_view=view.name,
                     mask_grad=kind == "additive",
                 )
-                yield replace(case, **next(variations))  # type: ignore[arg-type]
+                yield replace(case, **next(variations))
 
 
 def check(case: Case, side: Side, mask_dtype: torch.dtype | None) -> list[str]:
@@ -72,8 +72,8 @@ def check(case: Case, side: Side, mask_dtype: torch.dtype | None) -> list[str]:
     if mask is not None and mask_dtype is not None:
         mask = moved(mask, side, mask_dtype).tensor
         free = replace(free, tensors=free.tensors._replace(mask=mask))
-    tensors = Tensors(*map(move, free.tensors))  # type: ignore[arg-type]
-    upstream = Upstream(*map(move, free.upstream))  # type: ignore[arg-type]
+    tensors = Tensors(*map(move, free.tensors))
+    upstream = Upstream(*map(move, free.upstream))
     expected = free.solve()
     with guarded_outputs(side) as outputs:
         found = replace(free, tensors=tensors, upstream=upstream).solve()

@@ -74,7 +74,7 @@ def main() -> int:
     large = Exercise(Tensors(query, key, value), plain.settings, Upstream(grad_out, None))
     known = plain.solve()
     shelf = Shelf()
-    memory.allocate = shelf.allocate  # type: ignore[assignment]
+    memory.allocate = shelf.allocate
     outcomes: list[Results | str] = []
     for allowance in ALLOWANCES:
         shelf.ready = [*torch.full((4, *shape), torch.nan), torch.full(shape[:3], torch.nan)]

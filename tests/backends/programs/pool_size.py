@@ -16,7 +16,7 @@ def named_threads() -> int:
 
 
 def main() -> None:
-    library = native.library()
+    library = native.loaded()
     print(library.pool_threads(), named_threads())
     for case in ASSORTED:
         exercise(case).solve()

@@ -166,7 +166,7 @@ def test_prefill(prefill_kernels: ShaderLibrary, dtype: torch.dtype, dim: int, m
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules(emulator: Emulator, prefill_kernels: ShaderLibrary, schedule: str) -> None:
     tensors = make(torch.float32, 64, 70, 70, "causal", batch=2)
-    emulator.schedule, emulator.workers = schedule, 2  # type: ignore[assignment]
+    emulator.schedule, emulator.workers = schedule, 2
     try:
         out = prefill(prefill_kernels, tensors, "causal")
     finally:

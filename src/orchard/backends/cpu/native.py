@@ -143,7 +143,7 @@ def _names(found: bytes | None) -> list[str]:
 _library: Library | None = None
 
 
-def library() -> Library:
+def loaded() -> Library:
     """The process's library, loaded at the first call; a failure is tried again at the next."""
     global _library
     if _library is None:
@@ -169,15 +169,15 @@ def _load() -> Library:
 
 def use_isa(name: str | None) -> Library:
     """The library, set to an instruction set by name, or to the best of this machine."""
-    loaded = library()
+    found = loaded()
     try:
-        loaded.select_isa(name)
+        found.select_isa(name)
     except ArgumentValueError as error:
         raise UnavailableError(
             f"ORCHARD_CPU_ISA is {name!r}: {error}",
-            f"unset it, or use one of {', '.join(loaded.isa_available)}",
+            f"unset it, or use one of {', '.join(found.isa_available)}",
         ) from error
-    return loaded
+    return found
 
 
 def torch_team() -> int | None:

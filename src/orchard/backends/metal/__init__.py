@@ -57,7 +57,7 @@ class MetalBackend(Backend):
     def __init__(self, runtime: MetalRuntime | None = None) -> None:
         super().__init__()
         self.runtime: MetalRuntime = runtime or TorchRuntime()
-        self.library = Library(self.runtime)
+        self.shaders = Library(self.runtime)
         self._forwards: dict[Problem, ForwardPlan] = {}
         self._backwards: dict[BackwardKind, BackwardPlan] = {}
 
@@ -84,7 +84,7 @@ class MetalBackend(Backend):
                 if len(self._forwards) >= _KNOWN_CALLS:
                     self._forwards.clear()
                 plan = self._forwards[problem] = plan_forward(problem)
-            return run_forward(self.library, problem, plan, tensors)
+            return run_forward(self.shaders, problem, plan, tensors)
 
     def backward(
         self, problem: Problem, kernel: str, tensors: Tensors, saved: Saved, upstream: Upstream
@@ -99,7 +99,7 @@ class MetalBackend(Backend):
                 if len(self._backwards) >= _KNOWN_CALLS:
                     self._backwards.clear()
                 plan = self._backwards[kind] = plan_backward(kind)
-            return run_backward(self.library, problem, plan, tensors, saved, upstream)
+            return run_backward(self.shaders, problem, plan, tensors, saved, upstream)
 
 
 def _check_operands(problem: Problem, tensors: Tensors, *more: Tensor | None) -> None:
