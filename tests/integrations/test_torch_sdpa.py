@@ -206,6 +206,7 @@ FRESH = """
     assert now[:4] == before[:4]
     assert all(name.startswith("orchard/") for name in now[4] - before[4]), now[4] - before[4]
     assert not {"torch._dynamo", "rich", "matplotlib"} & (set(sys.modules) - modules)
+    torch.manual_seed(0)
     x = torch.randn(1, 2, 8, 16)
     F.scaled_dot_product_attention(x, x, x)
     assert orchard.stats()["torch_sdpa"]["served"] == 0
@@ -223,7 +224,7 @@ COMPILED_BEFORE = """
     assert (compiles, orchard.stats()["calls"]) == (1, {})
     for turn in range(3):
         with orchard.enabled():
-            assert torch.allclose(step(x), want)
+            assert (step(x) - want).abs().max() < 2e-6  # a few roundings of sums below 4
             assert orchard.stats(reset=True)["calls"] == {"forward": {"cpu": 1}}
         assert torch.equal(step(x), want)
         assert orchard.stats(reset=True)["calls"] == {}
