@@ -68,8 +68,9 @@ typedef struct orchard_forward_args {
 
 /* Gradients from the operands of a forward, its out and lse, and what arrives at them.
  *
- * grad_query, grad_key and grad_value have the type of the operands. grad_mask is optional, fp32,
- * of the mask's shape. grad_lse is optional, fp32. Outputs are overwritten. */
+ * grad_query, grad_key and grad_value have the type of the operands. grad_mask is optional, of the
+ * mask's shape and fp32; where no axis of a 16-bit mask is broadcast it may have the mask's type.
+ * grad_lse is optional, fp32. Outputs are overwritten. */
 typedef struct orchard_backward_args {
   uint32_t struct_size; /* sizeof(orchard_backward_args) */
   uint32_t abi_version; /* ORCHARD_ABI_VERSION */

@@ -296,7 +296,12 @@ void read(const orchard_backward_args &args, Problem &problem, Check &check) {
   }
   if (!absent(args.grad_mask)) {
     check.tensor("grad_mask", args.grad_mask);
-    check.dtype("grad_mask", args.grad_mask, ORCHARD_FLOAT32, "");
+    const int64_t whole[4] = {problem.batch, problem.heads, problem.rows, problem.keys};
+    const bool halves = args.mask.dtype == ORCHARD_FLOAT16 || args.mask.dtype == ORCHARD_BFLOAT16;
+    if (!(halves && args.grad_mask.dtype == args.mask.dtype &&
+          std::equal(args.mask.sizes, args.mask.sizes + 4, whole)))
+      check.dtype("grad_mask", args.grad_mask, ORCHARD_FLOAT32,
+                  ", or a 16-bit mask's own type where no axis is broadcast");
     if (absent(args.mask) || args.mask.dtype == ORCHARD_BOOL)
       check.fail(ORCHARD_INVALID_ARGUMENT, "grad_mask is given; it needs an additive mask, not %s",
                  absent(args.mask) ? "none" : "a bool one");

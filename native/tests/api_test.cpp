@@ -98,7 +98,7 @@ std::vector<Refusal<orchard_backward_args>> backward_refusals() {
                [](Args &a) { a.grad_value.sizes[2] -= 1; }},
               {"grad_lse of another size", ORCHARD_INVALID_ARGUMENT,
                [](Args &a) { a.grad_lse.sizes[2] -= 1; }},
-              {"grad_mask not fp32", ORCHARD_INVALID_ARGUMENT,
+              {"grad_mask not fp32 where an axis is broadcast", ORCHARD_INVALID_ARGUMENT,
                [](Args &a) { a.grad_mask.dtype = ORCHARD_BFLOAT16; }},
               {"grad_mask without a mask", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.mask = {}; }},
               {"grad_mask of another size", ORCHARD_INVALID_ARGUMENT,

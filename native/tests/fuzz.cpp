@@ -78,6 +78,7 @@ Case any_case(Random &random, int64_t most_work) {
     for (const char axis : {'b', 'h', 's', 'd'})
       if (one_in(random, 3)) what.mask_axes.erase(what.mask_axes.find(axis), 1);
     what.grad_mask = what.mask_dtype != ORCHARD_BOOL && one_in(random, 2);
+    what.narrow_mask_grad = one_in(random, 2);
   }
   what.grad_lse = one_in(random, 3);
   for (std::string Case::*input :
@@ -105,7 +106,7 @@ std::string describe(const Case &what, int32_t dtype) {
   if (what.mask_dtype != kNoMask)
     text << " mask " << dtype_name(what.mask_dtype) << "[" << what.mask_axes << "] " << what.mask
          << " hiding " << what.hidden << (what.grad_mask ? " with gradient " : "")
-         << (what.grad_mask ? what.mask_grad : "");
+         << (what.grad_mask ? what.mask_grad : "") << (what.narrow_mask_grad ? " narrow" : "");
   text << " query " << what.query << " key " << what.key << " value " << what.value << " grad_out "
        << what.grad_out << " out " << what.out;
   return text.str();
@@ -232,9 +233,16 @@ Verdict verdict(Args &args) {
           !same_sizes(*gradient, std::to_array(of->sizes)))
         return kMust;
     if (wrong_fp32(args.grad_lse, rows)) return kMust;
-    if (!absent(args.grad_mask) && (absent(args.mask) || args.mask.dtype == ORCHARD_BOOL ||
-                                    wrong_fp32(args.grad_mask, std::to_array(args.mask.sizes))))
-      return kMust;
+    if (!absent(args.grad_mask)) {
+      orchard_tensor wide = args.grad_mask;
+      const bool halves = args.mask.dtype == ORCHARD_FLOAT16 || args.mask.dtype == ORCHARD_BFLOAT16;
+      if (halves && wide.dtype == args.mask.dtype &&
+          same_sizes(args.mask, {q.sizes[0], q.sizes[1], q.sizes[2], args.key.sizes[2]}))
+        wide.dtype = ORCHARD_FLOAT32;
+      if (absent(args.mask) || args.mask.dtype == ORCHARD_BOOL ||
+          wrong_fp32(wide, std::to_array(args.mask.sizes)))
+        return kMust;
+    }
   }
 
   // Beyond what the header promises either way.

@@ -109,7 +109,11 @@ Call::Call(const Case &what, int32_t dtype, Edge edge, uint64_t seed) {
       grad_lse.forbid_writing();
     }
     if (what.grad_mask) {
-      grad_mask = Tensor(std::to_array(f.mask.sizes), ORCHARD_FLOAT32, what.mask_grad, edge);
+      const auto sizes = std::to_array(f.mask.sizes);
+      const bool whole = sizes == std::array{b, hq, sq, sk};
+      const bool halves = what.mask_dtype == ORCHARD_FLOAT16 || what.mask_dtype == ORCHARD_BFLOAT16;
+      const bool narrow = what.narrow_mask_grad && whole && halves;
+      grad_mask = Tensor(sizes, narrow ? what.mask_dtype : ORCHARD_FLOAT32, what.mask_grad, edge);
     }
     orchard_backward_args &g = backward_args;
     g.struct_size = sizeof g;

@@ -25,7 +25,8 @@ struct Case {
   double hidden = 0.3;             // share of -inf in an additive mask
   int64_t empty_every = 0;         // each such row is wholly masked, and its grad_out NaN
   bool grad_lse = false, grad_mask = false, backward = true;
-  bool slow = false;  // left out of quick runs
+  bool narrow_mask_grad = false;  // of a 16-bit mask's own type, where that is allowed
+  bool slow = false;              // left out of quick runs
   std::string query = "bhsd", key = "bhsd", value = "bhsd", mask = "bhsd", grad_out = "bhsd",
               arriving_lse = "bhsd";
   std::string out = "bhsd", lse = "bhsd", grad_query = "bhsd", grad_key = "bhsd",

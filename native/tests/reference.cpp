@@ -334,7 +334,7 @@ BackwardExpected expect_backward(const orchard_backward_args &args) {
     return settle(sums, dtype, rows.independent, rows.unit);
   };
   return {settled(by_query, args.query.dtype), settled(by_key, args.query.dtype),
-          settled(by_value, args.query.dtype), settled(by_mask_sums, ORCHARD_FLOAT32)};
+          settled(by_value, args.query.dtype), settled(by_mask_sums, args.grad_mask.dtype)};
 }
 
 std::string compare(const std::string &name, const orchard_tensor &found,

@@ -29,10 +29,11 @@ struct Backward {
   int64_t chunk, chunks, blocks, units;
   int64_t query_wide, slot_size, slots;
   bool mask_over_batch, mask_over_heads, mask_over_rows, mask_over_keys;  // summed axes
-  float *shift;  // [b * Hq + h][row]: what a score is taken from; inf for an empty row
-  float *norm;   // [b * Hq + h][row]: what a probability is then multiplied by
-  float *delta;  // [b * Hq + h][row]: grad_out . out - grad_lse
-  Turn *turns;   // [b * Hq + h][block]
+  bool mask_once;  // no axis is summed, so each gradient of the mask is stored as it is found
+  float *shift;    // [b * Hq + h][row]: what a score is taken from; inf for an empty row
+  float *norm;     // [b * Hq + h][row]: what a probability is then multiplied by
+  float *delta;    // [b * Hq + h][row]: grad_out . out - grad_lse
+  Turn *turns;     // [b * Hq + h][block]
   Turn *mask_turns;
   uint32_t *slot_of;    // [unit]: 1 + the slot that holds its sums
   uint32_t *remaining;  // [unit]: chunks not done
@@ -54,6 +55,7 @@ struct Backward {
     mask_over_heads = masked && p.mask.sizes[1] == 1 && p.heads > 1;
     mask_over_rows = masked && p.mask.sizes[2] == 1 && p.rows > 1;
     mask_over_keys = masked && p.mask.sizes[3] == 1 && p.keys > 1;
+    mask_once = masked && !(mask_over_batch || mask_over_heads || mask_over_rows || mask_over_keys);
   }
 
   int64_t padded_rows() const { return blocks * kBlockRows; }
@@ -81,6 +83,13 @@ struct Backward {
     return zeroed;
   }
 
+  // Keys that the panel of a row goes through: those that some row of it sees, in groups of 8.
+  Range panel_keys(int64_t row) const {
+    const int64_t first = row / kPanel * kPanel, last = smaller_of(first + kPanel, p.rows) - 1;
+    const int64_t begin = how.first_key(first), end = how.end_key(last, p.keys);
+    if (begin >= end) return {0, 0};
+    return {begin / 8 * 8, round_up(end, 8)};
+  }
   // Chunks that some row of a block sees, and blocks that see some key of a chunk.
   Range chunks_of(int64_t block) const {
     const int64_t first = block * kBlockRows, last = smaller_of(first + kBlockRows, p.rows) - 1;
@@ -407,7 +416,10 @@ static void add_mask_gradient(const Backward &w, const BackwardScratch &s, const
     for (int64_t lane = 0; lane < smaller_of(kLanes, panel.count - r); ++lane) {
       float *row = (float *)row_at(to, mask_b, mask_h, panel.row[r + lane]);
       const float *from = s.rows + lane * kStepKeys;
-      if (to.strides[3] == 1)
+      if (w.mask_once)
+        write_row(from, (char *)row + key * to.strides[3] * element_size(to.dtype), to.strides[3],
+                  to.dtype, count);
+      else if (to.strides[3] == 1)
         for (int64_t j = 0; j < count; ++j) row[key + j] += from[j];
       else
         for (int64_t j = 0; j < count; ++j) row[(key + j) * to.strides[3]] += from[j];
@@ -504,9 +516,8 @@ static void backward_block(const Backward &w, const BackwardScratch &s, int64_t 
       panel.plane[lane] = (uint32_t)plane;
       panel.head[lane] = (int32_t)h;
     }
-    const int64_t begin = larger_of(0, w.how.first_key(panel.first) - key) / 8 * 8;
-    const int64_t end =
-        smaller_of(padded, round_up(larger_of(0, w.how.end_key(panel.last, p.keys) - key), 8));
+    const Range keys = w.panel_keys(panel.first);
+    const int64_t begin = larger_of(0, keys.begin - key), end = smaller_of(padded, keys.end - key);
     seen[n] = begin < end ? Range{begin, end} : Range{0, 0};
     for (int64_t j = begin; j < end; j += kStepKeys) {
       const int64_t here = smaller_of(kStepKeys, end - j);

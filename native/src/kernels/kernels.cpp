@@ -54,11 +54,21 @@ static void prepare_task(void *context, int64_t index, void *scratch) {
   prepare_block(w, index / w.blocks, index % w.blocks, scratch);
 }
 
+// One row of the gradient of the mask, but for what tasks store rather than add to.
 static void clear_mask_task(void *context, int64_t index, void *) {
-  const orchard_tensor &t = ((const Backward *)context)->p.grad_mask;
+  const Backward &w = *(const Backward *)context;
+  const orchard_tensor &t = w.p.grad_mask;
   const int64_t rows = t.sizes[2], b = index / rows / t.sizes[1], h = index / rows % t.sizes[1];
-  float *row = (float *)row_at(t, b, h, index % rows);
-  for (int64_t j = 0; j < t.sizes[3]; ++j) row[j * t.strides[3]] = 0.0f;
+  const int64_t i = index % rows, size = element_size(t.dtype), step = t.strides[3] * size;
+  char *row = (char *)row_at(t, b, h, i);
+  const Range stored = w.mask_once ? w.panel_keys(i) : Range{0, 0};
+  const Range cleared[2] = {{0, stored.begin}, {stored.end, t.sizes[3]}};
+  for (const Range &keys : cleared) {
+    if (step == size && keys.size() > 0)
+      memset(row + keys.begin * size, 0, (size_t)(keys.size() * size));
+    else
+      for (int64_t j = keys.begin; j < keys.end; ++j) memset(row + j * step, 0, (size_t)size);
+  }
 }
 
 template <bool kPairs>

@@ -72,6 +72,8 @@ static void write_row(const float *from, char *to, int64_t stride, int32_t dtype
       for (; i < count; ++i) halves[i * stride] = to_fp16(from[i]);
       break;
     case ORCHARD_BFLOAT16:
+      if (stride == 1)
+        for (; i < count; ++i) halves[i] = to_bf16(from[i]);
       for (; i < count; ++i) halves[i * stride] = to_bf16(from[i]);
       break;
   }

@@ -165,7 +165,7 @@ class CpuBackend(Backend):
         if mask is not None:
             words[_MASK] = mask.data_ptr()
             if template.grad_mask is not None:
-                grad_mask = _allocate(template.grad_mask, mask, torch.float32)
+                grad_mask = _allocate(template.grad_mask, mask, template.mask_dtype)
                 words[_GRAD_MASK] = grad_mask.data_ptr()
         if seed is not None:
             seed = _checked_seed(seed)

@@ -61,6 +61,7 @@ class BackwardTemplate(NamedTuple):
     grad_key: Place
     grad_value: Place
     grad_mask: Place | None
+    mask_dtype: torch.dtype  # of grad_mask as the kernel writes it
 
 
 def word(structure: type[ctypes.Structure], field: str) -> int:
@@ -100,12 +101,15 @@ def backward_template(kind: BackwardKind) -> BackwardTemplate:
     places = {name: _following(*operand) for name, operand in problem.operands.items()}
     for name, place in places.items():
         setattr(args, f"grad_{name}", native.describe(problem.dtype, *place))
-    grad_mask = None
+    grad_mask, mask_dtype = None, torch.float32
     if problem.mask is not None and problem.mask_grad:
         grad_mask = _following(problem.mask.shape, problem.mask.strides)
-        args.grad_mask = native.describe(torch.float32, *grad_mask)
+        once = problem.mask.shape == (*problem.query_shape[:3], problem.key_length)
+        if once and problem.mask.dtype in (torch.float16, torch.bfloat16):
+            mask_dtype = problem.mask.dtype  # nothing is summed, so nothing has to be wider
+        args.grad_mask = native.describe(mask_dtype, *grad_mask)
     return BackwardTemplate(
-        _words(args), places["query"], places["key"], places["value"], grad_mask
+        _words(args), places["query"], places["key"], places["value"], grad_mask, mask_dtype
     )
 
 
