@@ -28,6 +28,34 @@ class NativeError(RuntimeError):
     """
 
 
+class PoolExhausted(OrchardError, RuntimeError):
+    """No lane of a StreamPool is free, and the pool was told to raise or its time-out passed."""
+
+
+class PoolClosed(OrchardError, RuntimeError):
+    """The StreamPool has been closed."""
+
+
+class QueueFull(OrchardError, RuntimeError):
+    """A BatchQueue holds max_pending requests: this one was refused, or dropped for a newer one."""
+
+
+class QueueClosed(OrchardError, RuntimeError):
+    """The BatchQueue was closed before this request could run."""
+
+
+class DeadlineExceeded(OrchardError, TimeoutError):
+    """The request's deadline passed before it ran."""
+
+
+class WorkerDied(OrchardError, RuntimeError):
+    """The worker thread that ran the request's batch ended without an answer."""
+
+
+class ForkedProcessError(OrchardError, RuntimeError):
+    """The object belongs to the parent of this forked process."""
+
+
 class FallbackWarning(UserWarning):
     """A backend failed at run time and the next one served the call."""
 
