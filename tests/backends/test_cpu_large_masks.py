@@ -38,3 +38,30 @@ def test_large_masks_keep_their_gradients(
         Upstream(grad_out, None),
     )
     assert [str(comparison) for comparison in found if not comparison.ok] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("scale", [-50.0, 1e4, 1e8])
+def test_large_scores_keep_their_gradients(
+    isa: str, scale: float, rows: int, causal: bool, dtype: torch.dtype
+) -> None:
+    """The last bits of such a score decide, so forward and backward have to see the same one."""
+    source = torch.Generator().manual_seed(0)
+    shapes = ((1, 4, rows, 40), (1, 2, 90, 40), (1, 2, 90, 24), (1, 4, rows, 24))
+    query, key, value, grad_out = (
+        torch.randn(shape, generator=source).to(dtype) for shape in shapes
+    )
+    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+    out, lse = orchard.attention(
+        *leaves, scale=scale, causal=causal, return_lse=True, backend="cpu"
+    )
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    found = judge(
+        Results(out.detach(), lse.detach(), *grads),
+        Tensors(query, key, value),
+        Options(scale, band=(None, 0) if causal else None),
+        Upstream(grad_out, None),
+    )
+    assert [str(one) for one in found if one.name.startswith("grad") and not one.ok] == []

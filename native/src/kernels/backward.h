@@ -190,61 +190,26 @@ struct BackwardScratch {
   }
 };
 
-// One row of a problem as a problem of its own, without values.
-static Problem row_problem(const Problem &p, int64_t b, int64_t h, int64_t i) {
-  Problem row = p;
-  row.batch = row.heads = row.kv_heads = row.group = row.rows = 1;
-  row.value_dim = row.value.sizes[3] = 0;
-  row.drop_threshold = 0;
-  row.band_low += i;
-  row.band_high += i;
-  row.query.data = (void *)row_at(p.query, b, h, i);
-  row.key.data = (void *)row_at(p.key, b, h / larger_of(p.group, 1), 0);
-  if (p.mask.data == nullptr) return row;
-  const int64_t at[3] = {b, h, i};
-  int64_t offset = 0;
-  for (int axis = 0; axis < 3; ++axis) {
-    if (p.mask.sizes[axis] > 1) offset += at[axis] * p.mask.strides[axis];
-    row.mask.sizes[axis] = 1;
-  }
-  row.mask.data = (char *)p.mask.data + offset * element_size(p.mask.dtype);
-  return row;
-}
-
 // Past this size lse has too few digits left to rebuild a probability from: a row whose every mask
-// is -1e9 has lse -1e9, whatever the number of its keys. Such a row goes through its keys again.
+// is -1e9 has lse -1e9, whatever the number of its keys. Such a row is rebuilt from its scores.
 constexpr float kCoarseLse = 128.0f;
 
-// Scratch of prepare_block: two rows, and what going through the keys again takes.
-struct PrepareScratch {
-  float *grad, *out;
-  void *rest;
-  size_t bytes;
+ORCHARD_INLINE bool is_coarse(float lse) { return lse > kCoarseLse || lse < -kCoarseLse; }
 
-  PrepareScratch(const Problem &p, void *base) {
-    Carver carve{base};
-    grad = carve.take<float>(larger_of(p.dim, p.value_dim));
-    out = carve.take<float>(p.value_dim);
-    rest = carve.take<char>(0);
-    const Problem row = row_problem(p, 0, 0, 0);
-    bytes = carve.used + ForwardScratch(Forward(row, false), nullptr).bytes;
-  }
-};
-
-// lse and delta of one block of rows of one head, and zeros where no key is seen.
-static void prepare_block(const Backward &w, int64_t plane, int64_t block, void *scratch) {
+// lse and delta of one block of rows of one head, and zeros where no key is seen. `rows` has room
+// for two. True where some row has to be rebuilt.
+static bool prepare_block(const Backward &w, float *rows, int64_t plane, int64_t block) {
   const Problem &p = w.p;
   const int64_t b = plane / p.heads, h = plane % p.heads;
   const bool unseen = w.chunks_of(block).size() == 0;
-  const PrepareScratch s(p, scratch);
-  float *grad = s.grad, *out = s.out;
+  float *grad = rows, *out = rows + larger_of(p.dim, p.value_dim);
+  bool coarse = false;
   for (int64_t r = 0; r < kBlockRows; ++r) {
     const int64_t i = block * kBlockRows + r;
     float &shift = w.shift[plane * w.padded_rows() + i];
-    float &norm = w.norm[plane * w.padded_rows() + i];
     float &delta = w.delta[plane * w.padded_rows() + i];
+    w.norm[plane * w.padded_rows() + i] = 1.0f;
     shift = kInfinity;
-    norm = 1.0f;
     delta = 0.0f;
     if (i >= p.rows) continue;
     const float lse = *(const float *)row_at(p.lse, b, h, i);
@@ -258,18 +223,7 @@ static void prepare_block(const Backward &w, int64_t plane, int64_t block, void 
       for (; d < p.value_dim; ++d) delta += grad[d] * out[d];
       if (p.grad_lse.data != nullptr) delta -= *(const float *)row_at(p.grad_lse, b, h, i);
       shift = lse;
-      if (lse > kCoarseLse || lse < -kCoarseLse) {
-        const Problem row = row_problem(p, b, h, i);
-        Forward f(row, false);
-        f.splits = 1;
-        f.split_keys = p.keys;
-        const ForwardScratch again(f, s.rest);
-        decode_rows<1, false>(f, 0, 0, again);
-        if (again.total[0] > 0) {
-          shift = again.top[0] * f.how.scale;
-          norm = 1.0f / again.total[0];
-        }
-      }
+      coarse = coarse || is_coarse(lse);
     }
     if (unseen) {
       for (int64_t d = 0; d < p.dim; ++d) grad[d] = 0.0f;
@@ -277,6 +231,7 @@ static void prepare_block(const Backward &w, int64_t plane, int64_t block, void 
                 p.dim);
     }
   }
+  return coarse;
 }
 
 // Keys and values of a chunk; keys past the end, up to a multiple of 8, are zeros.
@@ -334,6 +289,108 @@ static void pack_block(const orchard_tensor &t, int32_t dtype, int64_t b, int64_
   }
 }
 
+static Panel panel_of(const Backward &w, int64_t plane, int64_t first) {
+  Panel panel;
+  panel.count = smaller_of(kPanel, w.p.rows - first);
+  panel.first = first;
+  panel.last = first + panel.count - 1;
+  for (int64_t lane = 0; lane < kPanel; ++lane) {
+    panel.row[lane] = (int32_t)(first + smaller_of(lane, panel.count - 1));
+    panel.plane[lane] = (uint32_t)plane;
+    panel.head[lane] = (int32_t)(plane % w.p.heads);
+  }
+  return panel;
+}
+
+// Products of panel `n` of the packed block with `count` packed keys, from `j` of the chunk on,
+// into s.scores; the mask that goes with them, or none.
+template <bool kPairs>
+static const float *multiply_scores(const Backward &w, const BackwardScratch &s, const Panel &panel,
+                                    int64_t b, int64_t key, int64_t j, int64_t count, int64_t n) {
+  const Problem &p = w.p;
+  multiply<kPairs, false, Into::store>(count, 2, s.words, s.key + j * s.words, s.words,
+                                       s.query_columns + n * kPanel * s.words, kPanel, s.scores,
+                                       kPanel);
+  if (p.mask.data == nullptr) return nullptr;
+  // The mask ends with the keys; what stands past them is cut as out of the band.
+  const int64_t inside = smaller_of(count, p.keys - key - j);
+  read_mask(p, w.how, panel, b, key + j, inside, s.mask, s.mask_rows);
+  memset(s.mask + inside * kPanel, 0, (size_t)((count - inside) * kPanel) * 4);
+  return s.mask;
+}
+
+template <bool kGeneral>
+ORCHARD_INLINE Floats score_of(const Problem &p, const Scoring &how, Floats product,
+                               const float *mask, int64_t at, Floats *slope) {
+  if constexpr (kGeneral) return shape(p, how, product, mask ? mask + at : nullptr, slope);
+  return rounded(product * how.scale);
+}
+
+// The largest score of each lane, and the sum of its exponentials, with `count` keys more.
+template <bool kGeneral>
+static void add_scores(const Backward &w, const BackwardScratch &s, const Panel &panel, int64_t key,
+                       int64_t count, const float *mask, Floats (&top)[2], Floats (&total)[2]) {
+  const Problem &p = w.p;
+  for (int v = 0; v < 2; ++v) {
+    const Ints rows = load_as<Ints>(panel.row + v * kLanes);
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t at = j * kPanel + v * kLanes;
+      Floats slope;
+      const Floats score = score_of<kGeneral>(p, w.how, load(s.scores + at), mask, at, &slope);
+      const Ints seen = in_band(w.how, rows, key + j) & splat_int(key + j < p.keys ? -1 : 0);
+      const Floats before = top[v];
+      top[v] = select(seen & (score > before), score, before);
+      // Of the two exponents one is 0; a score that is not seen, or -inf, adds nothing.
+      const Floats kept = select(before == splat(-kInfinity), splat(0.0f),
+                                 total[v] * exp2((before - top[v]) * kLog2e));
+      total[v] = kept + select(seen & (score > splat(-kInfinity)), exp2((score - top[v]) * kLog2e),
+                               splat(0.0f));
+    }
+  }
+}
+
+// Shift and norm of the coarse rows of a block, from the scores that differentiate() will see: to
+// the last bit, for where scores are large their last bits decide.
+template <bool kPairs>
+static void rebuild_block(const Backward &w, const BackwardScratch &s, int64_t plane,
+                          int64_t block) {
+  const Problem &p = w.p;
+  const int64_t b = plane / p.heads, h = plane % p.heads, row = block * kBlockRows;
+  const int64_t rows = smaller_of(kBlockRows, p.rows - row), panels = (rows + kPanel - 1) / kPanel;
+  float *shift = w.shift + plane * w.padded_rows() + row;
+  float *norm = w.norm + plane * w.padded_rows() + row;
+  pack_block<kPairs>(p.query, p.dtype, b, h, row, rows, shift, w.how.sign, p.dim, s.words,
+                     s.query_lanes, s.packed, s.query_columns, s.query_rows);
+  Floats top[kBlockPanels][2], total[kBlockPanels][2];
+  for (int64_t n = 0; n < panels; ++n)
+    for (int v = 0; v < 2; ++v) {
+      top[n][v] = splat(-kInfinity);
+      total[n][v] = splat(0.0f);
+    }
+  const Range chunks = w.chunks_of(block);
+  for (int64_t c = chunks.begin; c < chunks.end; ++c) {
+    const int64_t key = c * w.chunk, count = smaller_of(w.chunk, p.keys - key);
+    pack_chunk<kPairs>(w, s, b, h / p.group, key, count);
+    for (int64_t n = 0; n < panels; ++n) {
+      const Panel panel = panel_of(w, plane, row + n * kPanel);
+      for (int64_t j = 0; j < round_up(count, 8); j += kStepKeys) {
+        const int64_t here = smaller_of(kStepKeys, round_up(count, 8) - j);
+        const float *mask = multiply_scores<kPairs>(w, s, panel, b, key, j, here, n);
+        if (w.how.general)
+          add_scores<true>(w, s, panel, key + j, here, mask, top[n], total[n]);
+        else
+          add_scores<false>(w, s, panel, key + j, here, mask, top[n], total[n]);
+      }
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t n = r / kPanel, v = r % kPanel / kLanes, lane = r % kLanes;
+    if (!is_coarse(shift[r]) || !(total[n][v][lane] > 0)) continue;
+    shift[r] = top[n][v][lane];
+    norm[r] = 1.0f / total[n][v][lane];
+  }
+}
+
 // One panel of a block: scores and products of `count` keys into weights and slopes. `at` is the
 // panel's first column of them. With `by_score` the gradient of each score stays in s.scores.
 template <bool kPairs, bool kGeneral>
@@ -355,11 +412,9 @@ static void differentiate(const Backward &w, const BackwardScratch &s, const Pan
 #pragma GCC unroll 2
     for (int64_t j = 0; j < count; ++j) {
       float *score_at = s.scores + j * kPanel + v * kLanes;
-      Floats score = load(score_at), slope = splat(1.0f);
-      if constexpr (kGeneral)
-        score = shape(p, how, score, mask ? mask + j * kPanel + v * kLanes : nullptr, &slope);
-      else
-        score = rounded(score * how.scale);
+      Floats slope = splat(1.0f);
+      const Floats score =
+          score_of<kGeneral>(p, how, load(score_at), mask, j * kPanel + v * kLanes, &slope);
       Floats weight = exp2((score - row_shift) * kLog2e) * row_norm;
       Ints seen = alive;
       if (cut) seen &= in_band(how, rows, key + j) & splat_int(key + j < p.keys ? -1 : 0);
@@ -507,31 +562,13 @@ static void backward_block(const Backward &w, const BackwardScratch &s, int64_t 
   // Keys of the chunk that each panel sees, in whole groups of 8.
   Range seen[kBlockPanels];
   for (int64_t n = 0; n < panels; ++n) {
-    Panel panel;
-    panel.count = smaller_of(kPanel, rows - n * kPanel);
-    panel.first = row + n * kPanel;
-    panel.last = panel.first + panel.count - 1;
-    for (int64_t lane = 0; lane < kPanel; ++lane) {
-      panel.row[lane] = (int32_t)(panel.first + smaller_of(lane, panel.count - 1));
-      panel.plane[lane] = (uint32_t)plane;
-      panel.head[lane] = (int32_t)h;
-    }
+    const Panel panel = panel_of(w, plane, row + n * kPanel);
     const Range keys = w.panel_keys(panel.first);
     const int64_t begin = larger_of(0, keys.begin - key), end = smaller_of(padded, keys.end - key);
     seen[n] = begin < end ? Range{begin, end} : Range{0, 0};
     for (int64_t j = begin; j < end; j += kStepKeys) {
       const int64_t here = smaller_of(kStepKeys, end - j);
-      const float *mask = nullptr;
-      if (p.mask.data != nullptr) {
-        // The mask ends with the keys; what stands past them is cut as out of the band.
-        const int64_t inside = smaller_of(here, p.keys - key - j);
-        read_mask(p, w.how, panel, b, key + j, inside, s.mask, s.mask_rows);
-        memset(s.mask + inside * kPanel, 0, (size_t)((here - inside) * kPanel) * 4);
-        mask = s.mask;
-      }
-      multiply<kPairs, false, Into::store>(here, 2, s.words, s.key + j * s.words, s.words,
-                                           s.query_columns + n * kPanel * s.words, kPanel, s.scores,
-                                           kPanel);
+      const float *mask = multiply_scores<kPairs>(w, s, panel, b, key, j, here, n);
       multiply<kPairs, false, Into::store>(
           here, 2, s.value_words, s.value + j * s.value_words, s.value_words,
           s.grad_columns + n * kPanel * s.value_words, kPanel, s.products, kPanel);

@@ -100,8 +100,7 @@ static Lines lines_of(const orchard_tensor &t, int64_t batch, int64_t kv_head, i
   return {(const char *)scratch, vectors * kLanes * 4, vectors};
 }
 
-// Without kValues it stops at the rows' top and total, which are left in the scratch.
-template <int kRows, bool kValues = true>
+template <int kRows>
 static void decode_rows(const Forward &f, int64_t unit, int64_t split, const ForwardScratch &s) {
   const Problem &p = f.p;
   const Place origin(f, unit, 0);
@@ -137,7 +136,6 @@ static void decode_rows(const Forward &f, int64_t unit, int64_t split, const For
     else
       decode_scores<ORCHARD_BFLOAT16, kRows>(keys, count, query, s.scores);
     softmax<false, 1>(p, f.how, panel, key, count, s.scores, mask, s.top, s.total, s.factor);
-    if (!kValues) continue;
     const Lines values = lines_of(p.value, batch, kv_head, key, count, (float *)s.value, dtype);
     if (dtype == ORCHARD_FLOAT32)
       decode_values<ORCHARD_FLOAT32, kRows>(values, count, s.scores, s.factor, s.sums);
@@ -146,7 +144,7 @@ static void decode_rows(const Forward &f, int64_t unit, int64_t split, const For
     else
       decode_values<ORCHARD_BFLOAT16, kRows>(values, count, s.scores, s.factor, s.sums);
   }
-  for (int r = 0; kValues && r < kRows; ++r)
+  for (int r = 0; r < kRows; ++r)
     finish_row(f, unit, split, r, s.top[r], s.total[r], s.sums + r * value_wide);
 }
 

@@ -49,9 +49,12 @@ static int forward(const Problem &p) noexcept {
   return done ? ORCHARD_OK : ORCHARD_OUT_OF_MEMORY;
 }
 
+template <bool kPairs>
 static void prepare_task(void *context, int64_t index, void *scratch) {
   const Backward &w = *(const Backward *)context;
-  prepare_block(w, index / w.blocks, index % w.blocks, scratch);
+  const BackwardScratch s = BackwardScratch::carve<kPairs>(w, scratch);
+  const int64_t plane = index / w.blocks, block = index % w.blocks;
+  if (prepare_block(w, s.rows, plane, block)) rebuild_block<kPairs>(w, s, plane, block);
 }
 
 // One row of the gradient of the mask, but for what tasks store rather than add to.
@@ -90,13 +93,13 @@ static int backward(const Problem &p) noexcept {
   memset(memory, 0, w.carve(memory));
   for (int64_t unit = 0; unit < w.units; ++unit) w.remaining[unit] = (uint32_t)w.chunks;
 
-  bool done = parallel_for(p.batch * p.heads * w.blocks, p.threads,
-                           PrepareScratch(p, nullptr).bytes, prepare_task, &w);
+  const size_t bytes = pairs ? BackwardScratch::carve<kHasPairs>(w, nullptr).bytes
+                             : BackwardScratch::carve<false>(w, nullptr).bytes;
+  const Task prepare = pairs ? prepare_task<kHasPairs> : prepare_task<false>;
+  bool done = parallel_for(p.batch * p.heads * w.blocks, p.threads, bytes, prepare, &w);
   if (p.grad_mask.data != nullptr)
     done = done && parallel_for(p.grad_mask.sizes[0] * p.grad_mask.sizes[1] * p.grad_mask.sizes[2],
                                 p.threads, 0, clear_mask_task, &w);
-  const size_t bytes = pairs ? BackwardScratch::carve<kHasPairs>(w, nullptr).bytes
-                             : BackwardScratch::carve<false>(w, nullptr).bytes;
   const Task task = pairs ? backward_task<kHasPairs> : backward_task<false>;
   done = done && parallel_for(w.units * w.chunks, p.threads, bytes, task, &w);
   release(memory);

@@ -20,6 +20,7 @@ from programs.problems import (
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     problem = exercise(SMALL)
     expected = problem.solve()
     operand = long_operand(0.2)
