@@ -16,14 +16,23 @@ try:
     from orchard.errors import (
         ArgumentTypeError,
         ArgumentValueError,
+        DeadlineExceeded,
         FallbackWarning,
+        ForkedProcessError,
         IntegrationWarning,
         NativeError,
         NotServedError,
         OrchardError,
+        PoolClosed,
+        PoolExhausted,
+        QueueClosed,
+        QueueFull,
         SettingError,
+        WorkerDied,
     )
     from orchard.integrations.torch_sdpa import disable, enable, enabled
+    from orchard.serving.batch_queue import BatchQueue
+    from orchard.serving.stream_pool import StreamPool
 except Exception as _error:  # torch is missing, broken or too old, and `doctor` has to say so
     _import_error = _error
     for _name in ("attention", "backends"):  # packages that were imported before the error
@@ -39,12 +48,21 @@ else:
         "ArgumentTypeError",
         "ArgumentValueError",
         "BackendReport",
+        "BatchQueue",
+        "DeadlineExceeded",
         "FallbackWarning",
+        "ForkedProcessError",
         "IntegrationWarning",
         "NativeError",
         "NotServedError",
         "OrchardError",
+        "PoolClosed",
+        "PoolExhausted",
+        "QueueClosed",
+        "QueueFull",
         "SettingError",
+        "StreamPool",
+        "WorkerDied",
         "__version__",
         "advice",
         "attention",

@@ -39,6 +39,19 @@ def test_own_backend_is_planned() -> None:
     assert "no softcap" in refused
 
 
+def test_threads_in_lanes() -> None:
+    """Answers from lanes are those of one thread alone."""
+    assert run("serve_threads.py").splitlines()[-2:] == [
+        "64 of 64 answers are those of one thread alone",
+        "64 of 64 submitted, 0 lanes in use",
+    ]
+
+
+def test_queue_of_requests() -> None:
+    """Every request is answered, in fewer batches than requests."""
+    assert "200 answers" in run("serve_queue.py")
+
+
 def test_every_example_is_tested() -> None:
     """No example is left out above."""
     tested = Path(__file__).read_text()

@@ -1,0 +1,187 @@
+"""Many callers, one model: requests that come close together run as one batch."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from orchard.errors import ArgumentTypeError, ArgumentValueError
+from orchard.serving.batch_runner import BatchRunner, LanePool
+from orchard.serving.batching import batching_for
+from orchard.serving.lanes import checked_device
+from orchard.serving.queue_core import Clock, Limits, QueueCore
+from orchard.serving.queue_stats import QueueStats
+from orchard.serving.requests import HIGHEST_PRIORITY, Request
+from orchard.serving.stream_pool import StreamPool
+
+OnFull = Literal["wait", "raise", "drop-oldest"]
+Collate = Literal["cat", "pad"] | tuple[Callable[[list[Any]], Any], Callable[[Any, list[Any]], Any]]
+_ON_FULL = ("wait", "raise", "drop-oldest")
+
+
+class BatchQueue:
+    """Runs single requests as batches of a model, and gives every request a definite outcome.
+
+    model_or_fn: called with one argument, the requests' tree with their rows concatenated (and
+        under collate="pad" with a mask, bool [rows, length]); returns a tree of tensors with the
+        same rows. It runs in worker threads without gradients. A module must be in eval mode.
+    max_batch: rows in a batch; a request with more rows than that runs alone.
+    max_delay: seconds that a request waits for company while a worker is free.
+    max_pending: requests that may be accepted and not yet run.
+    on_full: what `submit` does then: "wait", "raise" QueueFull, or "drop-oldest", which gives
+        QueueFull to the oldest request of the lowest priority.
+    workers: threads that run batches.
+    collate: "cat", "pad" (dimension 1 may differ between requests), or a pair of callables
+        collate(requests) -> batch and split(output, requests) -> results.
+    pool: a StreamPool in whose lanes the workers run.
+    device: where batches are moved; None leaves them where they are.
+    warmup: an example request, or a list of them, that each worker runs before this returns.
+    allow_training: serve a module that is in training mode.
+    clock: where time comes from; for tests and simulations.
+    """
+
+    def __init__(
+        self,
+        model_or_fn: Callable[..., Any],
+        *,
+        max_batch: int = 32,
+        max_delay: float = 0.002,
+        max_pending: int = 1024,
+        on_full: OnFull = "wait",
+        workers: int = 1,
+        collate: Collate = "cat",
+        pool: LanePool | None = None,
+        device: torch.device | str | None = None,
+        warmup: Any = None,
+        allow_training: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        if not callable(model_or_fn):
+            kind = type(model_or_fn).__name__
+            raise ArgumentTypeError(f"model_or_fn is a {kind}; it must be callable")
+        for name, value in (
+            ("max_batch", max_batch),
+            ("max_pending", max_pending),
+            ("workers", workers),
+        ):
+            _check_count(name, value)
+        if not _is_seconds(max_delay) or not 0 <= max_delay < math.inf:
+            raise ArgumentValueError(f"max_delay is {max_delay!r}; it must be seconds, at least 0")
+        if on_full not in _ON_FULL:
+            raise ArgumentValueError(f"on_full is {on_full!r}; it must be one of {_ON_FULL}")
+        where = None if device is None else checked_device(device)
+        if pool is not None and where is not None and checked_device(pool.device) != where:
+            raise ArgumentValueError(f"device is {where}; the pool is on {pool.device}")
+        self._runner = BatchRunner(
+            model_or_fn,
+            batching_for(collate),
+            device=where,
+            pool=pool,
+            make_pool=partial(StreamPool, size=workers),
+            allow_training=allow_training,
+        )
+        self._core = QueueCore(Limits(max_batch, max_delay, max_pending, on_full), clock or Clock())
+        self._abandon = weakref.finalize(self, self._core.abandon)
+        self._abandon.atexit = False  # the end of the interpreter closes all queues
+        self._start(workers, warmup)
+
+    def _start(self, workers: int, warmup: Any) -> None:
+        examples = warmup if isinstance(warmup, list) else [] if warmup is None else [warmup]
+        try:
+            for _ in range(workers):  # one after the other: a first call may compile
+                warm: Future[None] = Future()
+                self._core.start_worker(partial(_report, warm, self._runner, examples))
+                warm.result()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def submit(self, x: Any, *, deadline: float | None = None, priority: int = 0) -> Future[Any]:
+        """Queue a request; the future gets its rows of the function's result.
+
+        x: a tensor, or a tree of them, that carries its own rows in the first dimension; not to
+            be changed before the future is done.
+        deadline: seconds from now within which it must begin to run; else DeadlineExceeded.
+        priority: -100 to 100; a step counts as much as having waited 0.1 s longer.
+        """
+        request = self._enqueue(x, deadline, priority)
+        self._core.await_admission(request)
+        return request.future
+
+    async def asubmit(self, x: Any, *, deadline: float | None = None, priority: int = 0) -> Any:
+        """The result of a request; cancelling the task cancels the request if it has not begun."""
+        return await asyncio.wrap_future(self._enqueue(x, deadline, priority).future)
+
+    def _enqueue(self, x: Any, deadline: float | None, priority: int) -> Request:
+        if deadline is not None and not _is_seconds(deadline):
+            raise ArgumentValueError(
+                f"deadline is {deadline!r}; it must be seconds from now, or None"
+            )
+        if not isinstance(priority, int) or abs(priority) > HIGHEST_PRIORITY:
+            raise ArgumentValueError(
+                f"priority is {priority!r}; it must be an integer from {-HIGHEST_PRIORITY} to "
+                f"{HIGHEST_PRIORITY}"
+            )
+        parcel, origin = self._runner.parcel(x)
+        if deadline is not None:
+            self._core.keep_time()
+
+        def make(number: int, now: float) -> Request:
+            moment = None if deadline is None else now + deadline
+            return Request(number, parcel, self._runner, origin, priority, now, moment)
+
+        return self._core.submit(make)
+
+    def flush(self) -> None:
+        """Run everything submitted so far without waiting for company; returns when it is done."""
+        self._core.flush()
+
+    def stats(self) -> QueueStats:
+        """What the queue has done so far."""
+        return self._core.stats()
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Accept nothing more; run what was submitted, or give it QueueClosed if not `drain`.
+
+        Waits for the workers, at most `timeout` seconds; what is not done then gets QueueClosed.
+        """
+        if self._core.close(drain, timeout):
+            self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(drain=error is None)
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ArgumentValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not math.isnan(value)
+
+
+def _report(warm: Future[None], runner: BatchRunner, examples: list[Any]) -> None:
+    """Run the examples in this thread, and tell how it went."""
+    try:
+        runner.warm(examples)
+    except BaseException as error:  # raised again in the constructor
+        warm.set_exception(error)
+    else:
+        warm.set_result(None)

@@ -1,0 +1,333 @@
+"""Trees of tensors: which requests fit together, how they become one batch, and how it is split."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from orchard.errors import ArgumentTypeError, ArgumentValueError
+
+Function = Callable[..., Any]
+_KINDS_REMEMBERED = 1024
+
+
+class OutputShapeError(ArgumentValueError):
+    """The function's result cannot be told apart into the rows of its requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """One request's tree, taken apart."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    rows: int
+    group: Hashable  # requests of equal groups may share a batch
+    length: int = 0  # of dimension 1, where that is padded
+
+    @property
+    def tree(self) -> Any:
+        return tree_unflatten(self.leaves, self.spec)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+
+class Batching(Protocol):
+    """How requests become a batch."""
+
+    def parcel(self, tree: Any) -> Parcel:
+        """Take a request apart; what cannot be batched is refused here."""
+        ...
+
+    def run(
+        self, function: Function, parcels: Sequence[Parcel], device: torch.device | None
+    ) -> list[Any]:
+        """One call for all parcels, on `device` if given; a result for each, in order."""
+        ...
+
+    def positions(self, parcels: Sequence[Parcel]) -> tuple[int, int]:
+        """How many positions the requests fill, and how many their batch has."""
+        ...
+
+
+class Concatenation:
+    """Requests of one structure are concatenated along their first dimension."""
+
+    def parcel(self, tree: Any) -> Parcel:
+        leaves, spec = tree_flatten(tree)
+        rows = _leading_rows(leaves)
+        return Parcel(tuple(leaves), spec, rows, (spec, *(_kind(leaf) for leaf in leaves)))
+
+    def run(
+        self, function: Function, parcels: Sequence[Parcel], device: torch.device | None
+    ) -> list[Any]:
+        columns = zip(*(parcel.leaves for parcel in parcels), strict=True)
+        batch = [torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns]
+        output = function(_moved(tree_unflatten(batch, parcels[0].spec), device))
+        leaves, spec = tree_flatten(output)
+        rows = [parcel.rows for parcel in parcels]
+        _check_rows(leaves, sum(rows))
+        return _dealt(leaves, spec, rows)
+
+    def positions(self, parcels: Sequence[Parcel]) -> tuple[int, int]:
+        rows = sum(parcel.rows for parcel in parcels)
+        return rows, rows
+
+
+class Padding:
+    """Dimension 1 may differ: it is filled up with zeros, and the function gets a mask."""
+
+    def __init__(self) -> None:
+        self._keeps: dict[Hashable, list[bool]] = {}  # which outputs keep dimension 1
+        self._lock = threading.Lock()
+
+    def parcel(self, tree: Any) -> Parcel:
+        leaves, spec = tree_flatten(tree)
+        rows = _leading_rows(leaves)
+        sequences = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1]
+        if not sequences:
+            raise ArgumentValueError(
+                f"x holds tensors of shapes {_shapes(leaves)}; with collate='pad' one of them "
+                "must have a dimension 1, the one that is padded"
+            )
+        length = sequences[0].size(1)
+        kinds = (_kind(leaf, ragged=_is_ragged(leaf, length)) for leaf in leaves)
+        return Parcel(tuple(leaves), spec, rows, (spec, *kinds), length)
+
+    def run(
+        self, function: Function, parcels: Sequence[Parcel], device: torch.device | None
+    ) -> list[Any]:
+        leaves, spec = self._call(function, parcels, device)
+        lengths = [parcel.length for parcel in parcels]
+        keeps = [False] * len(leaves)
+        if min(lengths) != max(lengths):
+            keeps = self._known_kept(function, parcels, device, leaves)
+        return _dealt(leaves, spec, [parcel.rows for parcel in parcels], keeps, lengths)
+
+    def positions(self, parcels: Sequence[Parcel]) -> tuple[int, int]:
+        longest = max(parcel.length for parcel in parcels)
+        filled = sum(parcel.rows * parcel.length for parcel in parcels)
+        return filled, longest * sum(parcel.rows for parcel in parcels)
+
+    def _call(
+        self, function: Function, parcels: Sequence[Parcel], device: torch.device | None
+    ) -> tuple[list[Any], TreeSpec]:
+        longest = max(parcel.length for parcel in parcels)
+        columns = zip(*(parcel.leaves for parcel in parcels), strict=True)
+        batch = [_padded(column, parcels[0].length, longest) for column in columns]
+        first = parcels[0]
+        where = next(leaf.device for leaf in first.leaves if _is_ragged(leaf, first.length))
+        mask = torch.cat([_mask(parcel.rows, parcel.length, longest, where) for parcel in parcels])
+        tree = tree_unflatten(batch, parcels[0].spec)
+        leaves, spec = tree_flatten(function(_moved(tree, device), _moved(mask, device)))
+        _check_rows(leaves, sum(parcel.rows for parcel in parcels))
+        return leaves, spec
+
+    def _known_kept(
+        self,
+        function: Function,
+        parcels: Sequence[Parcel],
+        device: torch.device | None,
+        leaves: Sequence[Any],
+    ) -> list[bool]:
+        """Which outputs keep the padded dimension, found once for each kind of request."""
+        group = parcels[0].group
+        with self._lock:
+            keeps = self._keeps.get(group)
+        if keeps is None:
+            keeps = self._find_kept(function, parcels, device, leaves)
+            with self._lock:
+                if len(self._keeps) >= _KINDS_REMEMBERED:
+                    self._keeps.clear()
+                self._keeps[group] = keeps
+        longest = max(parcel.length for parcel in parcels)
+        if len(keeps) != len(leaves) or any(
+            keep and not _is_ragged(leaf, longest) for keep, leaf in zip(keeps, leaves, strict=True)
+        ):
+            raise OutputShapeError(
+                f"model_or_fn returned tensors of shapes {_shapes(leaves)} for a padded length of "
+                f"{longest}, where {sum(keeps)} of {len(keeps)} kept that length before: "
+                "collate=(collate, split) takes any rule"
+            )
+        return keeps
+
+    def _find_kept(
+        self,
+        function: Function,
+        parcels: Sequence[Parcel],
+        device: torch.device | None,
+        leaves: Sequence[Any],
+    ) -> list[bool]:
+        """Run the shortest request alone: what is shorter by as much keeps the dimension.
+
+        The size alone does not tell: ten classes and a padded length of ten look the same.
+        """
+        longest = max(parcel.length for parcel in parcels)
+        shortest = min(parcels, key=lambda parcel: parcel.length)
+        alone, _ = self._call(function, [shortest], device)
+        if len(alone) != len(leaves):
+            raise OutputShapeError(
+                f"model_or_fn returned {len(leaves)} tensors for a padded batch and {len(alone)} "
+                "for one request of it"
+            )
+        keeps = []
+        for leaf, lone in zip(leaves, alone, strict=True):
+            if leaf is None:
+                keeps.append(False)
+                continue
+            keep = _is_ragged(leaf, longest) and _is_ragged(lone, shortest.length)
+            keeps.append(keep)
+            if lone is None or leaf.shape[1 + keep :] != lone.shape[1 + keep :]:
+                raise OutputShapeError(
+                    f"model_or_fn returned a tensor of shape {list(leaf.shape)} for a padded "
+                    f"length of {longest} and {_shapes([lone]) or None} for {shortest.length}; "
+                    "only dimension 1 may follow: collate=(collate, split) takes any rule"
+                )
+        return keeps
+
+
+class CallablePair:
+    """The caller's own `collate(requests)` and `split(output, requests)`."""
+
+    def __init__(
+        self, collate: Callable[[list[Any]], Any], split: Callable[[Any, list[Any]], Sequence[Any]]
+    ) -> None:
+        self._collate = collate
+        self._split = split
+
+    def parcel(self, tree: Any) -> Parcel:
+        leaves, spec = tree_flatten(tree)
+        sizes = {leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        return Parcel(tuple(leaves), spec, sizes.pop() if len(sizes) == 1 else 1, None)
+
+    def run(
+        self, function: Function, parcels: Sequence[Parcel], device: torch.device | None
+    ) -> list[Any]:
+        requests = [parcel.tree for parcel in parcels]
+        results = list(
+            self._split(function(_moved(self._collate(requests), device)), list(requests))
+        )
+        if len(results) != len(requests):
+            raise OutputShapeError(
+                f"split returned {len(results)} results for {len(requests)} requests"
+            )
+        return results
+
+    def positions(self, parcels: Sequence[Parcel]) -> tuple[int, int]:
+        rows = sum(parcel.rows for parcel in parcels)
+        return rows, rows
+
+
+def batching_for(collate: object) -> Batching:
+    """The batching that `collate` names."""
+    match collate:
+        case "cat":
+            return Concatenation()
+        case "pad":
+            return Padding()
+        case (join, split) if callable(join) and callable(split):
+            return CallablePair(join, split)
+    raise ArgumentValueError(
+        f"collate is {collate!r}; it must be 'cat', 'pad' or a pair of callables (collate, split)"
+    )
+
+
+def _leading_rows(leaves: Sequence[Any]) -> int:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise ArgumentTypeError("x holds no tensor; it must be a tensor or a tree of them")
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise ArgumentTypeError(f"x holds a tensor of {tensor.layout}; it must be strided")
+    sizes = {tensor.size(0) if tensor.dim() else -1 for tensor in tensors}
+    if len(sizes) > 1 or -1 in sizes:
+        raise ArgumentValueError(
+            f"x holds tensors of shapes {_shapes(leaves)}; their first dimension must be the rows "
+            "of the request, the same in each"
+        )
+    return sizes.pop()
+
+
+def _is_ragged(leaf: Any, length: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.size(1) == length
+
+
+def _kind(leaf: Any, *, ragged: bool = False) -> Hashable:
+    """What a leaf shares with those it is batched with: all but its rows and a ragged length."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape[1 + ragged :], ragged, leaf.dtype, leaf.device
+    try:
+        hash(leaf)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"x holds a {type(leaf).__name__}; what is not a tensor must be hashable, because "
+            "only requests that are equal in it share a batch"
+        ) from None
+    return type(leaf), leaf
+
+
+def _shapes(leaves: Sequence[Any]) -> str:
+    return ", ".join(str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _padded(column: tuple[Any, ...], length: int, longest: int) -> Any:
+    if not isinstance(column[0], Tensor):
+        return column[0]
+    if not _is_ragged(column[0], length):
+        return torch.cat(column)
+    rows = sum(leaf.size(0) for leaf in column)
+    batch = column[0].new_zeros(rows, longest, *column[0].shape[2:])
+    start = 0
+    for leaf in column:
+        batch[start : start + leaf.size(0), : leaf.size(1)] = leaf
+        start += leaf.size(0)
+    return batch
+
+
+def _mask(rows: int, length: int, longest: int, device: torch.device) -> Tensor:
+    return (torch.arange(longest, device=device) < length).expand(rows, longest)
+
+
+def _moved(tree: Any, device: torch.device | None) -> Any:
+    if device is None:
+        return tree
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _check_rows(leaves: Sequence[Any], rows: int) -> None:
+    for leaf in leaves:
+        if leaf is None or (isinstance(leaf, Tensor) and leaf.dim() and leaf.size(0) == rows):
+            continue
+        what = _shapes([leaf]) if isinstance(leaf, Tensor) else type(leaf).__name__
+        raise OutputShapeError(
+            f"model_or_fn returned {what} for a batch of {rows} rows; every result must be None "
+            f"or a tensor whose first dimension is {rows}: collate=(collate, split) takes any rule"
+        )
+
+
+def _dealt(
+    leaves: Sequence[Any],
+    spec: TreeSpec,
+    rows: list[int],
+    keeps: Sequence[bool] = (),
+    lengths: Sequence[int] = (),
+) -> list[Any]:
+    """Each owner's rows of each leaf, cut to its length if kept, in memory of its own."""
+    columns: list[Sequence[Any]] = []
+    for n, leaf in enumerate(leaves):
+        if leaf is None:
+            columns.append([None] * len(rows))
+        elif keeps and keeps[n]:
+            parts = zip(leaf.split(rows), lengths, strict=True)
+            columns.append([part[:, :length].clone() for part, length in parts])
+        else:
+            columns.append([part.clone() for part in leaf.split(rows)])
+    return [tree_unflatten([column[n] for column in columns], spec) for n in range(len(rows))]

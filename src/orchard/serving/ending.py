@@ -1,0 +1,143 @@
+"""The end of the interpreter while threads are at work in lanes.
+
+A thread that comes back from torch to an interpreter that is going away is ended there, and the
+C++ frames above it do not survive that: the process aborts. So at exit what pool threads run is
+waited for, other threads are asked to leave their lanes, and nobody goes on from there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+from orchard.serving.registry import Registry
+
+_PATIENCE = 60.0  # seconds for work in progress; then the process ends as it can
+_STAY = 5.0  # seconds for the process to end; a handler that joins the thread gets it back then
+_LOOK = 0.02  # seconds between looks at threads that were asked to leave
+_QUIET = 25  # looks at which no thread has used a processor: they wait, and not in torch
+
+
+class Employer(Protocol):
+    """Something with threads of its own, which run work for others."""
+
+    def dismiss(self) -> None:
+        """Cancel what has not begun."""
+
+    def wait_until_idle(self, timeout: float) -> bool:
+        """Wait for what has begun."""
+
+
+class _Visit:
+    """A thread's stay in lanes."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.native_id = threading.get_native_id()
+        self.depth = 0
+        self.held_back = False
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.visit = _Visit()
+        _visits.add(self.visit)
+
+
+_employers: Registry[Employer] = Registry()
+_visits: Registry[_Visit] = Registry()  # one for each thread that lives
+_here = _Here()
+_ender = 0  # the thread in which the interpreter ends, once it does
+
+
+def watch(employer: Employer) -> None:
+    """Let its work in progress end before the interpreter does."""
+    _employers.add(employer)
+
+
+def enter() -> None:
+    """The calling thread is about to work in a lane."""
+    visit = _here.visit
+    _hold_back(visit)
+    visit.depth += 1
+
+
+def leave() -> None:
+    """The calling thread has left a lane."""
+    visit = _here.visit
+    visit.depth -= 1
+    _hold_back(visit)
+
+
+def _hold_back(visit: _Visit) -> None:
+    """Keep a thread, once, out of an interpreter that is about to end."""
+    if not _ender or visit.thread == _ender or visit.held_back:
+        return
+    visit.held_back = True
+    nobody = threading.Lock()
+    nobody.acquire()
+    nobody.acquire(timeout=_STAY)
+
+
+def _end() -> None:
+    global _ender
+    employers = list(_employers)
+    for employer in employers:
+        employer.dismiss()
+    end = time.monotonic() + _PATIENCE
+    for employer in employers:
+        employer.wait_until_idle(max(0.0, end - time.monotonic()))
+    _ender = threading.get_ident()
+    _clear_lanes(end)
+
+
+def _clear_lanes(end: float) -> None:
+    """Ask the threads in lanes to leave, and wait for those that are at work."""
+    for visit in _inside():
+        _interrupt(visit.thread)
+    quiet = 0
+    used = None
+    while (inside := _inside()) and quiet < _QUIET and time.monotonic() < end:
+        before, used = used, [_processor_time(visit.native_id) for visit in inside]
+        quiet = quiet + 1 if used == before else 0
+        time.sleep(_LOOK)
+
+
+def _inside() -> list[_Visit]:
+    running = sys._current_frames()
+    return [
+        visit
+        for visit in _visits
+        if visit.depth and visit.thread in running and visit.thread != _ender
+        if not visit.held_back
+    ]
+
+
+def _interrupt(thread: int) -> None:
+    """Raise SystemExit in a thread, once it runs Python code; threading passes over it silently."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+
+
+def _processor_time(native_id: int) -> list[str]:
+    """What a thread has used so far, where the system tells."""
+    try:
+        stat = Path(f"/proc/self/task/{native_id}/stat").read_text()
+    except OSError:
+        return []
+    return stat.rpartition(")")[2].split()[11:13]  # utime and stime
+
+
+def _after_fork_in_child() -> None:
+    """The thread that forked has another number for the system here."""
+    _here.visit.native_id = threading.get_native_id()
+
+
+atexit.register(_end)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
