@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -59,7 +60,9 @@ def no_device_wide_wait(warm: None, monkeypatch: pytest.MonkeyPatch) -> Iterator
         raise AssertionError("device-wide synchronise")
 
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
 
