@@ -31,6 +31,13 @@ try:
         WorkerDied,
     )
     from orchard.integrations.torch_sdpa import disable, enable, enabled
+    from orchard.quantization import (
+        KVCache,
+        QuantizationConfig,
+        QuantizedTensor,
+        quantize,
+        quantized_attention,
+    )
     from orchard.serving.batch_queue import BatchQueue
     from orchard.serving.stream_pool import StreamPool
 except Exception as _error:  # torch is missing, broken or too old, and `doctor` has to say so
@@ -53,11 +60,14 @@ else:
         "FallbackWarning",
         "ForkedProcessError",
         "IntegrationWarning",
+        "KVCache",
         "NativeError",
         "NotServedError",
         "OrchardError",
         "PoolClosed",
         "PoolExhausted",
+        "QuantizationConfig",
+        "QuantizedTensor",
         "QueueClosed",
         "QueueFull",
         "SettingError",
@@ -71,6 +81,8 @@ else:
         "enable",
         "enabled",
         "explain",
+        "quantize",
+        "quantized_attention",
         "scaled_dot_product_attention",
         "stats",
     ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from orchard.dispatch.journal import journal
 
 _operator = torch.ops.aten.scaled_dot_product_attention.default
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# Who serves torch's eager calls in this thread instead of `attention`, if anybody.
+stand_in: ContextVar[Callable[..., Tensor] | None] = ContextVar("stand_in", default=None)
 routed = False  # torch's function comes back to Orchard, which then counts what stays with torch
 
 
@@ -57,7 +61,10 @@ def serve(
     scale: float | None,
 ) -> Tensor:
     """Orchard's answer to a call of torch's that `why_torch` has nothing against."""
-    return attention(
+    server: Callable[..., Tensor] = attention
+    if not torch.compiler.is_compiling():
+        server = stand_in.get() or attention
+    return server(
         query, key, value, mask=attn_mask, causal=is_causal, scale=scale, dropout_p=dropout_p
     )
 

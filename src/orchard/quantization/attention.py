@@ -1,0 +1,130 @@
+"""Attention on operands in fewer bits: attention at the dequantised values, by definition."""
+
+from __future__ import annotations
+
+from typing import Literal, Unpack, overload
+
+from torch import Tensor
+
+from orchard.attention.strides import axis_order
+from orchard.errors import ArgumentTypeError, ArgumentValueError
+from orchard.quantization.config import OPERANDS, QuantizationConfig
+from orchard.quantization.engines import (
+    AttentionOptions,
+    QuantizedCall,
+    QuantizedPlan,
+    StoredOperand,
+    plan,
+)
+from orchard.quantization.formats import PASS_THROUGH, QuantizedTensor
+from orchard.quantization.operands import quantize_together
+
+Given = Tensor | QuantizedTensor
+
+
+@overload
+def quantized_attention(
+    query: Given,
+    key: Given,
+    value: Given,
+    *,
+    config: QuantizationConfig | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+
+
+@overload
+def quantized_attention(
+    query: Given,
+    key: Given,
+    value: Given,
+    *,
+    config: QuantizationConfig | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def quantized_attention(
+    query: Given,
+    key: Given,
+    value: Given,
+    *,
+    config: QuantizationConfig | None = None,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`orchard.attention` at the dequantised values of its operands, accumulated in fp32.
+
+    Tensors are quantised as `config` says; a QuantizedTensor is taken as it is. The options are
+    those of `orchard.attention`. Gradients of tensors pass straight through the rounding.
+
+    Returns:
+        The output in the query's dtype (of the tensor it was made from, where it is quantised),
+        or in `config.output_precision`; with `return_lse`, (output, lse).
+    """
+    config = config or QuantizationConfig()
+    chosen = plan(_prepare(query, key, value, config, return_lse, options))
+    out, lse = chosen.engine.serve(chosen.call)
+    wanted = config.output_precision
+    out = out.to(PASS_THROUGH[wanted] if wanted is not None else query.dtype)
+    if isinstance(query, Tensor):
+        out = _ordered_as(out, query)
+    return out if lse is None else (out, lse)
+
+
+def explain(
+    query: Given,
+    key: Given,
+    value: Given,
+    *,
+    config: QuantizationConfig | None = None,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> QuantizedPlan:
+    """How `quantized_attention` would store its operands and who would compute; print it.
+
+    The operands are quantised, because hybrid looks at their values; no attention is computed.
+    """
+    return plan(_prepare(query, key, value, config or QuantizationConfig(), return_lse, options))
+
+
+def _prepare(
+    query: Given,
+    key: Given,
+    value: Given,
+    config: QuantizationConfig,
+    return_lse: bool,
+    options: AttentionOptions,
+) -> QuantizedCall:
+    """The call with every operand stored: tensors as configured, the others as they are."""
+    if not isinstance(config, QuantizationConfig):
+        raise ArgumentTypeError(f"config is {config!r}; it must be a QuantizationConfig")
+    given = dict(zip(OPERANDS, (query, key, value), strict=True))
+    layout = options.get("layout", "bhsd")
+    for name, operand in given.items():
+        if isinstance(operand, QuantizedTensor) and operand.ndim > 2 and operand.layout != layout:
+            raise ArgumentValueError(
+                f"{name} was quantised with layout {operand.layout!r}; the call's is {layout!r}"
+            )
+    tensors = {str(n): o for n, o in given.items() if not isinstance(o, QuantizedTensor)}
+    stored = quantize_together(
+        tensors,
+        {name: config.format(name) for name in OPERANDS},
+        layout,
+        one_choice=not config.hybrid_per_operand,
+    )
+    query_, key_, value_ = (
+        StoredOperand(operand, None)
+        if isinstance(operand, QuantizedTensor)
+        else StoredOperand(stored[name], operand)
+        for name, operand in given.items()
+    )
+    return QuantizedCall(query_, key_, value_, options, return_lse)
+
+
+def _ordered_as(out: Tensor, query: Tensor) -> Tensor:
+    """`out` with its axes in the memory order of `query`, a copy only where it has another."""
+    order = axis_order(query.shape, query.stride())
+    return out.permute(order).contiguous().permute(sorted(range(out.ndim), key=order.__getitem__))

@@ -1,0 +1,223 @@
+"""The cache grows without touching what it holds; files give back what was written."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from orchard.errors import ArgumentTypeError, ArgumentValueError
+from orchard.quantization import (
+    KVCache,
+    QuantizationConfig,
+    QuantizedTensor,
+    load,
+    quantize,
+    quantized_attention,
+    save,
+)
+
+PRECISIONS = ("int8", "int4", "fp8", "bf16")
+LENGTHS = (37, 1, 1, 70, 0, 1)  # a prompt, tokens, more than the first capacity, nothing
+
+
+def rows(length: int, seed: int, **options: Any) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    key = torch.randn(2, 3, length, 17, generator=source, **options)
+    return key + 3.0, torch.randn(2, 3, length, 9, generator=source, **options)
+
+
+def config(precision: Any = "int8", **options: Any) -> QuantizationConfig:
+    return QuantizationConfig("fp16", precision, precision, **options)
+
+
+def same(one: QuantizedTensor, other: QuantizedTensor) -> bool:
+    """Equal to the bit, in every part and all that is known about it."""
+    facts = ("format", "group", "head_dim", "dtype", "layout", "ndim", "reasoning")
+    return (
+        one.parts.keys() == other.parts.keys()
+        and all(
+            torch.equal(
+                part.contiguous().view(torch.uint8),
+                other.parts[name].contiguous().view(torch.uint8),
+            )
+            for name, part in one.parts.items()
+        )
+        and all(getattr(one, fact) == getattr(other, fact) for fact in facts)
+    )
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "block", "row", "hybrid"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_append_leaves_what_is_there(precision: str, granularity: Any) -> None:
+    """After each append the bytes of the old rows are the same, and the new ones follow."""
+    cache = KVCache(config(precision, granularity=granularity, symmetric=precision == "fp8"))
+    mean = rows(LENGTHS[0], 0)[0].mean(2, keepdim=True) * (precision != "bf16")
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    for seed, length in enumerate(LENGTHS):
+        before = {name: part.clone() for name, part in cache.key.parts.items()} if seed else {}
+        key, value = rows(length, seed)
+        cache.append(key, value)
+        for name, part in before.items():
+            kept = cache.key.parts[name].narrow(2, 0, part.shape[2])
+            assert torch.equal(kept.contiguous().view(torch.uint8), part.view(torch.uint8))
+        # An append is quantised by itself, but for the mean of a smoothed key.
+        for tensor, appended in ((key - mean, keys), (value, values)):
+            stored = quantize(tensor, precision, granularity, symmetric=cache.config.symmetric)
+            appended.append(stored.dequantize())
+        assert torch.equal(cache.key.dequantize(), torch.cat(keys, 2) + mean)
+        assert torch.equal(cache.value.dequantize(), torch.cat(values, 2))
+    assert len(cache) == sum(LENGTHS)
+    assert cache.key.shape == (2, 3, sum(LENGTHS), 17)
+
+
+def test_a_view_stays_valid() -> None:
+    """What was taken from the cache does not change when it grows."""
+    cache = KVCache()
+    cache.append(*rows(5, 0))
+    taken = cache.key
+    before = taken.dequantize()
+    for seed in range(70):
+        cache.append(*rows(1, seed))
+    assert torch.equal(taken.dequantize(), before)
+
+
+def test_rows_are_seldom_moved() -> None:
+    """A thousand tokens, one by one, are copied to a larger buffer a few times only."""
+    cache = KVCache()
+    places = []
+    for _ in range(1000):
+        cache.append(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4))
+        places.append(cache.key.data.data_ptr())
+    moves = sum(one != other for one, other in pairwise(places))
+    assert moves <= 4  # 64, 128, 256, 512, 1024
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_attention_on_a_cache(layout: Any) -> None:
+    """It is attention at the values that the cache holds."""
+    cache = KVCache(layout=layout)
+    for seed, length in enumerate(LENGTHS):
+        key, value = rows(length, seed)
+        if layout == "bshd":
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+        cache.append(key, value)
+    query = torch.randn(2, 6, 1, 17)
+    if layout == "bshd":
+        query = query.transpose(1, 2)
+    passing = QuantizationConfig("fp32", "fp32", "fp32")
+    out = quantized_attention(query, cache.key, cache.value, config=passing, layout=layout)
+    expected = quantized_attention(
+        query, cache.key.dequantize(), cache.value.dequantize(), config=passing, layout=layout
+    )
+    assert torch.equal(out, expected)
+    assert out.shape == (*query.shape[:3], 9)
+
+
+def test_bytes() -> None:
+    """Data and a scale for every row, the mean once; room for more is not counted."""
+    cache = KVCache()
+    assert cache.nbytes == 0
+    assert len(cache) == 0
+    cache.append(*rows(10, 0))
+    assert cache.nbytes == 6 * (10 * (17 + 4 + 9 + 4) + 4 * 17)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_file_of_a_cache(precision: str, symmetric: bool, tmp_path: Path) -> None:
+    """A loaded cache is the saved one, and goes on growing as that does."""
+    cache = KVCache(config(precision, symmetric=symmetric or precision == "fp8"))
+    cache.append(*rows(37, 0, dtype=torch.bfloat16))
+    path = tmp_path / "cache.safetensors"
+    cache.save(path)
+    loaded = KVCache.load(path)
+    assert loaded.config == cache.config
+    for _ in range(2):
+        assert same(loaded.key, cache.key)
+        assert same(loaded.value, cache.value)
+        for each in (cache, loaded):
+            each.append(*rows(3, 1, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "block", "row", "hybrid"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_file_of_tensors(precision: Any, granularity: Any, tmp_path: Path) -> None:
+    """Every format comes back to the bit, with its layout, dtype and reasoning."""
+    key, value = rows(37, 0, dtype=torch.float16)
+    tensors = {
+        "key": quantize(key, precision, granularity, smooth=True),
+        "value": quantize(value[0], precision, granularity, layout="bshd"),
+    }
+    save(tmp_path / "tensors", tensors)
+    loaded = load(tmp_path / "tensors")
+    assert loaded.keys() == tensors.keys()
+    assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_an_empty_cache(tmp_path: Path) -> None:
+    """It has no key yet, can be saved, and comes back empty."""
+    with pytest.raises(ArgumentValueError, match="the cache has no key yet"):
+        _ = KVCache().key
+    KVCache(layout="bshd").save(tmp_path / "empty")
+    loaded = KVCache.load(tmp_path / "empty")
+    assert len(loaded) == 0
+    assert loaded.layout == "bshd"
+
+
+@pytest.mark.errors
+def test_wrong_appends() -> None:
+    """What does not fit is refused, and the cache is as it was."""
+    cache = KVCache()
+    key, value = rows(4, 0)
+    with pytest.raises(ArgumentValueError, match="key has 3 axes; it must have 4"):
+        cache.append(key[0], value[0])
+    with pytest.raises(ArgumentValueError, match=r"value has batch, heads and length \[2, 3, 3\]"):
+        cache.append(key, value[:, :, 1:])
+    cache.append(key, value)
+    before = cache.key, cache.value
+    bad = value.clone()
+    bad[0, 0, 0, 0] = torch.nan
+    for wrong, words in (
+        ((key, bad), "value holds NaN"),
+        ((key[:1], value[:1]), "key has batch, heads"),
+        ((key, value[..., 1:]), "value has batch, heads, head dimension"),
+        ((key.half(), value.half()), "key has batch, heads, head dimension, dtype"),
+    ):
+        with pytest.raises(ArgumentValueError, match=words):
+            cache.append(*wrong)
+        assert same(cache.key, before[0])
+        assert same(cache.value, before[1])
+
+
+@pytest.mark.errors
+def test_wrong_arguments(tmp_path: Path) -> None:
+    """Configuration, layout and files are checked."""
+    wrong: Any = "int8"
+    with pytest.raises(ArgumentTypeError, match="config is 'int8'"):
+        KVCache(wrong)
+    with pytest.raises(ArgumentValueError, match="layout is 'int8'"):
+        KVCache(layout=wrong)
+    not_stored: Any = {"key": torch.ones(2)}
+    with pytest.raises(ArgumentTypeError, match=r"key is .* it must be a QuantizedTensor"):
+        save(tmp_path / "x", not_stored)
+    save_file({"key.data": torch.ones(2)}, tmp_path / "other")
+    with pytest.raises(ArgumentValueError, match="must be a file of quantised tensors"):
+        load(tmp_path / "other")
+    save(tmp_path / "tensors", {"key": quantize(torch.ones(2, 2))})
+    with pytest.raises(ArgumentValueError, match=r"must be a file of KVCache\.save"):
+        KVCache.load(tmp_path / "tensors")
+
+
+def test_without_safetensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The missing package is named together with what installs it."""
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"orchard-attention\[quantization\]"):
+        save(tmp_path / "x", {})
