@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import re
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from orchard.backends import load
 from orchard.dispatch.backend import ANY_DEVICE, Backend, Capability, dtype_name
-from orchard.testing import metal_counters
+from orchard.testing import metal_counters, quantization_accuracy
+from orchard.testing.reason_codes import capability_codes
 from orchard.testing.targets import HEADERS, cells
 
 ROOT = Path(__file__).parent.parent
@@ -79,17 +77,7 @@ def capability_table(columns: tuple[int, ...] = tuple(range(len(COLUMNS)))) -> s
 
 
 def reason_table() -> str:
-    """Every reason code that Capability.reasons gives, read from its calls of `need`."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(Capability.reasons)))
-    codes = {
-        call.args[1].value
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Name)
-        and call.func.id == "need"
-        and isinstance(call.args[1], ast.Constant)
-    }
-    return ", ".join(f"`{code}`" for code in sorted(codes))
+    return ", ".join(f"`{code}`" for code in sorted(capability_codes()))
 
 
 def results_table(name: str) -> str:
@@ -160,6 +148,7 @@ GENERATED = {
     "measured-cpu": lambda: results_table("cpu-quick"),
     "targets-cpu": lambda: targets_table("cpu"),
     "counts-metal": counts_table,
+    "accuracy-quantization": quantization_accuracy.table,
     "measured-h200": lambda: results_table("h200-quick"),
     "capabilities": lambda: capability_table((0, 1, 2, 3, 7, 9, 11, 13)),
     "capabilities-full": capability_table,

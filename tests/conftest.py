@@ -9,6 +9,7 @@ import torch
 import orchard
 from orchard.dispatch import planner
 from orchard.dispatch.journal import journal
+from orchard.testing.metal import toolchain
 
 for name in [name for name in os.environ if name.startswith("ORCHARD_")]:
     del os.environ[name]  # the developer's settings are not the tests'
@@ -39,3 +40,24 @@ def fresh_planner() -> Iterator[None]:
     planner.reset()
     yield
     planner.reset()
+
+
+@pytest.fixture(scope="session")
+def metal_compiler() -> None:
+    """For a test that executes Metal source: it needs a clang, and is skipped without one."""
+    try:
+        toolchain.find()
+    except toolchain.NoCompilerError as error:
+        pytest.skip(str(error))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The mutants of the Metal kernels that were tried, and what caught each."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    lines = [
+        text for report in reports for name, text in report.user_properties if name == "mutant"
+    ]
+    if lines:
+        terminalreporter.section("mutants")
+        for line in lines:
+            terminalreporter.write_line(line)

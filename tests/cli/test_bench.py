@@ -448,7 +448,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def count(_: object, exercise: Exercise) -> Count:
         scale = 66 if exercise.causal else 131
         forward = _counters(ours["multiplies"] * scale, ours["barriers"])
-        parts = {name: _counters(scale * 1000, 4) for name in metal_counters.BACKWARD}
+        kernels = metal_counters.BACKWARD
+        parts = {name: _counters(scale * 3000 // len(kernels), 4) for name in kernels}
         return Count(exercise, forward, _counters(1000 * scale, 10), parts)
 
     monkeypatch.setattr(metal_counters, "count", count)

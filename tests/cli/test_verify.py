@@ -21,7 +21,6 @@ from orchard.dispatch import report as dispatch_report
 from orchard.dispatch.backend import Reason
 from orchard.dispatch.planner import planner
 from orchard.testing import benchmark, conformance, presets
-from orchard.testing.metal import toolchain
 
 pytestmark = pytest.mark.cli
 
@@ -110,12 +109,10 @@ def test_what_cannot_run(
     assert words in capsys.readouterr().err
 
 
-def test_a_backend_on_request(few: None, tmp_path: Path, fresh_planner: None) -> None:
+def test_a_backend_on_request(
+    few: None, tmp_path: Path, fresh_planner: None, metal_compiler: None
+) -> None:
     """A backend that runs only by name is verified by name, on the device it is for."""
-    try:
-        toolchain.find()
-    except toolchain.NoCompilerError as error:
-        pytest.skip(str(error))
     report = tmp_path / "report.json"
     assert main(["verify", "--backend", "metal-emulated", "--report", str(report)]) == 0
     data = json.loads(report.read_text())

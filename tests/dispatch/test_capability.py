@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-import textwrap
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from orchard.attention.problem import Band, MaskSpec, Options, Problem, Tensors, describe
+from orchard.attention.problem import (
+    Band,
+    Gradients,
+    MaskSpec,
+    Options,
+    Problem,
+    Saved,
+    Tensors,
+    Upstream,
+    describe,
+)
 from orchard.backends.aten import AtenBackend
+from orchard.backends.metal import MetalBackend
+from orchard.backends.metal.emulated import EmulatedRuntime, MetalEmulatedBackend
 from orchard.backends.reference import ReferenceBackend
 from orchard.dispatch.backend import ANY_DEVICE, Capability, Reason
+from orchard.dispatch.known import Known
+from orchard.testing.metal import Emulator
+from orchard.testing.reason_codes import capability_codes
 
 pytestmark = [pytest.mark.dispatch]
 
@@ -101,6 +113,13 @@ LACKS = {
     "bool mask": Lack("mask", {"masks": ("additive",)}, {"mask": BOOL_MASK}, ("bool mask",)),
     "additive mask": Lack(
         "mask", {"masks": ("bool",)}, {"mask": ADDITIVE_MASK}, ("additive mask",)
+    ),
+    "mask dtype": Lack(
+        "mask_dtype",
+        {"mask_dtypes": (torch.bool, torch.float16)},
+        {"mask": ADDITIVE_MASK},
+        ("mask", "float32"),
+        ("convert the mask",),
     ),
     "mask gradient": Lack(
         "mask_grad",
@@ -204,6 +223,18 @@ LACKS = {
         ("16-byte",),
         ("16 bytes",),
     ),
+    "long axis": Lack(
+        "size",
+        {"size_limit": 16 + 1},
+        {"value_shape": (2, 4, 8, 17), "value_strides": (768, 192, 24, 1)},
+        ("axis", "17"),
+    ),
+    "many heads": Lack(
+        "size",
+        {"size_limit": 2 * 16},
+        {"query_shape": (8, 4, 8, 16), "key_shape": (8, 4, 8, 16), "value_shape": (8, 4, 8, 16)},
+        ("heads", "32"),
+    ),
     "deterministic": Lack(
         "deterministic",
         {"deterministic": False},
@@ -254,15 +285,7 @@ def test_reason_blames_no_other_operand(name: str, innocent: tuple[str, ...]) ->
 
 def test_every_code_is_covered() -> None:
     """The cases above are all the codes that Capability.reasons can give."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(Capability.reasons)))
-    given = {
-        call.args[1].value
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Name)
-        and call.func.id == "need"
-        and isinstance(call.args[1], ast.Constant)
-    }
+    given = capability_codes()
     assert len(given) >= 20
     assert {lack.code for lack in LACKS.values()} == given
 
@@ -276,6 +299,8 @@ def test_all_reasons_are_collected() -> None:
         stages=("forward",),
         max_head_dim=8,
         head_dim_multiple=16,
+        mask_dtypes=(torch.float16,),
+        size_limit=8,
     )
     problem = PLAIN._replace(
         stage="backward",
@@ -302,6 +327,7 @@ def test_all_reasons_are_collected() -> None:
         "value_dim",
         "grouped_heads",
         "mask",
+        "mask_dtype",
         "mask_grad",
         "mask_with_band",
         "band",
@@ -312,6 +338,7 @@ def test_all_reasons_are_collected() -> None:
         "last_stride",
         "grad_stride",
         "alignment",
+        "size",
         "deterministic",
     ]
 
@@ -386,3 +413,127 @@ def test_aten_says_why_not() -> None:
     )
     codes = {reason.code for reason in AtenBackend().select(problem)[1]}
     assert codes == {"dtype", "value_dim", "band", "softcap", "dropout", "last_stride"}
+
+
+def mps_problem(rows: int, keys: int, **changes: Any) -> Problem:
+    """One that torch's kernel for MPS serves where rows and keys allow it."""
+    query, key = torch.zeros(1, 2, rows, 64), torch.zeros(1, 2, keys, 64)
+    problem = describe(Tensors(query, key, key), Options(0.125))
+    return problem._replace(device=torch.device("mps"), **changes)
+
+
+def mps_codes(problem: Problem) -> list[str]:
+    """Reasons apart from the probe, which fails on a machine without MPS."""
+    reasons = AtenBackend().select(problem)[1]
+    return [reason.code for reason in reasons if reason.code != "unavailable"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "codes"),
+    [(8, 7, ["few_keys"]), (2, 1, ["few_keys"]), (8, 8, []), (1, 1, []), (9, 8, [])],
+)
+def test_few_keys_on_mps(rows: int, keys: int, codes: list[str]) -> None:
+    """torch's decode kernel wants as many keys as rows, and its other one more than 8 rows."""
+    assert mps_codes(mps_problem(rows, keys)) == codes
+
+
+@pytest.mark.parametrize(
+    ("changes", "far"),
+    [
+        ({"key_strides": (0, 2**31, 64, 1)}, True),
+        ({"key_strides": (2**31, 0, 64, 1)}, False),  # of an axis with one entry
+        ({"query_strides": (0, 2**31 - 31 * 64 - 63, 64, 1)}, True),
+        ({"query_strides": (0, 2**31 - 31 * 64 - 64, 64, 1)}, False),
+        ({"mask": MaskSpec(torch.bool, (1, 2, 1, 32), (0, 2**31, 0, 1))}, True),
+    ],
+)
+@pytest.mark.parametrize(("version", "wide"), [("2.13.1", False), ("2.15.0+cpu", True)])
+def test_far_elements_on_mps(
+    changes: dict[str, Any], far: bool, version: str, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before torch 2.15 its kernel for MPS takes strides as 32-bit numbers."""
+    monkeypatch.setattr(torch, "__version__", version)
+    assert mps_codes(mps_problem(32, 32, **changes)) == (["offset"] if far and not wide else [])
+
+
+@pytest.mark.parametrize(
+    ("softcap", "served"), [(0.0, True), (1e-39, False), (2e-38, True), (1e38, True), (3e38, False)]
+)
+def test_softcap_on_metal(softcap: float, served: bool) -> None:
+    """A softcap is a number of fp32, also as the kernels hold it, times log2(e)."""
+    metal = MetalBackend()
+    problem = mps_problem(8, 8, **options(softcap=softcap))
+    reasons = metal.special_reasons(metal.capabilities[0], problem)
+    assert [reason.code for reason in reasons] == ([] if served else ["softcap"])
+
+
+class Wrong(ReferenceBackend):
+    """Right, but for one number of one result."""
+
+    name = "wrong"
+    summary = "for tests"
+    probe_rows = (1, 16)
+
+    def __init__(self, rows: int, result: str) -> None:
+        super().__init__()
+        self.rows, self.result = rows, result
+
+    def forward(self, problem: Problem, kernel: str, tensors: Tensors) -> Saved:
+        saved = super().forward(problem, kernel, tensors)
+        return self._spoil(problem, saved)
+
+    def backward(
+        self, problem: Problem, kernel: str, tensors: Tensors, saved: Saved, upstream: Upstream
+    ) -> Gradients:
+        return self._spoil(problem, super().backward(problem, kernel, tensors, saved, upstream))
+
+    def _spoil(self, problem: Problem, results: Any) -> Any:
+        if problem.query_length == self.rows and self.result in results._fields:
+            getattr(results, self.result)[0, 1, -1] += 9.0
+        return results
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("result", ["out", "lse", "query", "key", "value"])
+def test_probe_looks_at_every_result(rows: int, result: str) -> None:
+    """Each number of rows is tried, both forward and backward, and all values compared."""
+    wrong = Wrong(rows, result)
+    reason = wrong.probe(wrong.capabilities[0], torch.device("cpu"))
+    assert reason == Reason("unavailable", "its probe computed wrong values")
+    right = Wrong(rows + 1, result)
+    assert right.probe(right.capabilities[0], torch.device("cpu")) is None
+
+
+@pytest.mark.metal
+@pytest.mark.usefixtures("metal_compiler")
+def test_probe_runs_the_kernels_of_ordinary_calls() -> None:
+    """Forward, decode and backward of Metal have run before it counts as available."""
+    emulator = Emulator()
+    backend = MetalEmulatedBackend(EmulatedRuntime(emulator))
+    assert backend.probe(backend.capabilities[0], torch.device("cpu")) is None
+    ordinary = {"attention_forward", "attention_runs", "attention_join", "attention_rows"}
+    assert {*ordinary, "attention_grad_query", "attention_grad_key_value"} <= set(emulator.counters)
+
+
+def test_known_makes_each_value_once() -> None:
+    """A value is made when it is first asked for, and forgotten only when there are too many."""
+    made: list[int] = []
+
+    def square(number: int) -> int:
+        made.append(number)
+        return number * number
+
+    known = Known(square, most=3)
+    assert [known[n] for n in (2, 3, 2, 0, 3)] == [4, 9, 4, 0, 9]
+    assert made == [2, 3, 0]
+    assert known[5] == 25
+    assert dict(known) == {5: 25}
+
+
+def test_known_keeps_nothing_that_failed() -> None:
+    """A value that could not be made is tried again."""
+    known = Known[int, float](lambda n: 1 / n)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            known[0]
+    assert known == {}

@@ -11,13 +11,8 @@ import torch
 from orchard.attention.problem import Band, Options, Tensors, Upstream, describe
 from orchard.backends.metal import MetalBackend, capability
 from orchard.backends.metal.source import source
-from orchard.testing.metal.lint import (
-    Recorder,
-    check,
-    check_launch,
-    sizes,
-    specialisations,
-)
+from orchard.testing.metal.launch_lint import Recorder, check_launch
+from orchard.testing.metal.lint import check, signatures, sizes, specialisations
 
 pytestmark = pytest.mark.metal
 
@@ -38,7 +33,12 @@ SOUND = """
 #include <c10/metal/utils.h>
 typedef half T;
 enum Places { FIRST, SECOND };
+struct Later;
+constant float HALVES[] = {0.5f, 1.5f};
+constexpr constant int COUNT = SIZE(3), MORE{2};
+template <typename U, int N = 2> constexpr constant bool is_wide = sizeof(U) > N;
 struct Pair {
+  static constexpr constant int size = 2;
   float a, b;
   Pair(float x) : a(x), b(x) {}
   float sum() const thread { return a * b + a; }
@@ -51,7 +51,8 @@ METAL_FUNC float scaled(const threadgroup T* tile, thread float& x, constant lon
 [[kernel, max_total_threads_per_threadgroup(4 * 32)]] void f(
     device float* y [[buffer(0)]], constant long* p [[buffer(30)]],
     uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup T tile[SIZE(64) * (64 + 16 / int(sizeof(T)))];
+  alignas(16) threadgroup T tile[SIZE(64) * (64 + 16 / int(sizeof(T)))];
+  static constant float table[2] = {fast::exp2(1.0f), metal::precise::tanh(2.0f)};
   threadgroup T* corner = tile + lane * 2;
   const device float* from = y + (group.x & 3u) * 0xFFFFFFFFu;
   for (int i = 0; i < int(p[SECOND]) * 2; i++) {
@@ -118,6 +119,30 @@ def test_sound_source_is_left_alone() -> None:
         ("struct S { virtual void g() thread; };", "virtual"),
         (kernel("device atomic_float* x"), "atomic_float"),
         (kernel("device atomic<float>* x"), "atomic_float"),
+        (kernel("constant int& n"), "inline argument"),
+        (kernel("device float* y, constant uint* n [[buffer(1)]]"), "inline argument"),
+        (kernel("constant const vec<half, 4>& n"), "inline argument"),
+        ("#define KIND short\ntypedef KIND K;" + kernel("constant K* n"), "inline argument"),
+        (kernel("device float* y", "y[0] = exp2(y[0]);"), "fast or precise"),
+        (kernel("device float* y", "y[0] = metal::tanh(y[0]);"), "fast or precise"),
+        ("int counter = 0;", "program scope"),
+        ("const float half_of_it = 0.5f;", "program scope"),
+        ("constexpr float third{0.3f};", "program scope"),
+        ("float table[2] = {1.0f, 2.0f};", "program scope"),
+        ("float given = metal::max(1.0f, 2.0f);", "program scope"),
+        ("namespace n { static int counter; }", "program scope"),
+        ("template <int N> constexpr int twice = 2 * N;", "program scope"),
+        ("struct S { static constexpr int size = 2; };", "program scope"),
+        (kernel("uint i", "static int n = 0;"), "static variable"),
+        (kernel("uint i", "if (i) { static const float n[2] = {}; }"), "static variable"),
+        ("[[kernel, max_total_threads_per_threadgroup(2048)]] void f() {}", "group size"),
+        (
+            "#define N 64\n[[max_total_threads_per_threadgroup(32 * N)]] kernel void f() {}",
+            "group size",
+        ),
+        (kernel("uint i", "simdgroup_float8x8 m;"), "include"),
+        (kernel("uint i", "simdgroup_matrix<half, 8, 8> m;"), "include"),
+        (kernel("uint i", "alignas(16) threadgroup float x[8193];"), "memory"),
         ("#include <vector>", "include"),
         ('#include "common.h"', "include"),
         ("void g() { (", "brackets"),
@@ -126,6 +151,15 @@ def test_sound_source_is_left_alone() -> None:
 def test_each_rule_catches(text: str, rule: str) -> None:
     """A minimal mistake is found, by the rule it is meant for."""
     assert rule in rules(text)
+
+
+def test_signatures() -> None:
+    """By buffer, what a constant one is read as; built-in values are none."""
+    text = "#define KIND long\ntypedef KIND K;" + kernel(
+        "const device half* x [[buffer(3)]], constant K* p, uint i [[thread_index_in_simdgroup]],"
+        " constant vec<float, 2>& f [[buffer(0)]], constant Pair& pair"
+    )
+    assert signatures(HEADER + text) == {"f": {3: None, 1: "long", 0: "float", 2: None}}
 
 
 def test_a_finding_names_its_line() -> None:
@@ -186,6 +220,8 @@ def test_each_argument_rule_catches(args: Sequence[Any], rule: str) -> None:
         ((128, 16, 1), (128, 16, 1), "group size"),
         ((128,), (0,), "group size"),
         ((128, 1, 1), (128,), "grid"),
+        ((4, 2, 1), (128, 1, 1), "grid"),
+        ((256, 3, 1), (128, 2, 1), "grid"),
     ],
 )
 def test_each_grid_rule_catches(
@@ -194,9 +230,27 @@ def test_each_grid_rule_catches(
     assert rule in [finding.rule for finding in check_launch([1], threads, group_size)]
 
 
+SIGNATURE = {0: None, 1: "long", 2: "float"}
+
+
+@pytest.mark.parametrize(
+    ("args", "rule"),
+    [
+        ([torch.zeros(4), 3], "arguments"),
+        ([torch.zeros(4), 3, 0.5, 1], "arguments"),
+        ([torch.zeros(4), 3.0, 0.5], "inline argument"),
+        ([torch.zeros(4), [1, 2], [1, 2]], "inline argument"),
+    ],
+)
+def test_each_rule_of_a_signature_catches(args: Sequence[Any], rule: str) -> None:
+    found = check_launch(args, (128,), (128,), SIGNATURE)
+    assert [finding.rule for finding in found] == [rule]
+
+
 def test_sound_launch_is_left_alone() -> None:
     args = [torch.zeros(4), 3, 0.5, [1] * 512, [0.5] * 1024, [True, 2]]
     assert check_launch(args, (256, 2, 1), (128, 1, 1)) == []
+    assert check_launch([torch.zeros(4), [3, 4], 0.5], (256,), (128,), SIGNATURE) == []
 
 
 class Recorded(MetalBackend):

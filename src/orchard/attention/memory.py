@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,27 @@ from orchard.attention.problem import accumulation_dtype
 from orchard.attention.strides import axis_order, contiguous_strides, dense_strides
 
 allocate = torch.empty_strided  # the one source of output memory
+
+
+class Place(NamedTuple):
+    """Memory to allocate: what a backend's plan of a call holds in the place of an output."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def allocate(self, device: torch.device) -> Tensor:
+        return allocate(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+def dense(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Place:
+    """A contiguous place."""
+    return Place(tuple(shape), contiguous_strides(shape), dtype)
+
+
+def following(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Place:
+    """A dense place of this shape whose axes lie in memory as these strides have them."""
+    return Place(tuple(shape), dense_strides(shape, axis_order(shape, strides)), dtype)
 
 
 def strides_following(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:

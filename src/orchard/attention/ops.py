@@ -14,6 +14,7 @@ from torch.library import Library, register_fake
 
 from orchard.attention.leaving import inside
 from orchard.attention.memory import conform, empty_following, empty_lse
+from orchard.attention.operands import check_operands, check_results, checked_seed
 from orchard.attention.problem import (
     Gradients,
     Options,
@@ -74,8 +75,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     settings = Settings(*rest[:7])
     return_lse, grad, mask_grad = rest[7:]
-    tensors = Tensors(query, key, value, mask, seed)
+    check_operands(query, key, value, mask)
     options = settings.options(query, key)
+    seed = checked_seed(seed, query.device) if options.threshold else None
+    tensors = Tensors(query, key, value, mask, seed)
     problem = describe(tensors, options, lse=return_lse, grad=grad, mask_grad=mask_grad)
     with inside:
         saved = planner().run(
@@ -114,10 +117,13 @@ def _backward(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     settings, mask_grad = Settings(*rest[:7]), rest[7]
+    check_operands(query, key, value, mask)
+    options = settings.options(query, key)
+    seed = checked_seed(seed, query.device) if options.threshold else None
     tensors = Tensors(query, key, value, mask, seed)
     problem = describe(
         tensors,
-        settings.options(query, key),
+        options,
         stage="backward",
         grad_out=grad_out,
         lse=grad_lse is not None,
@@ -125,6 +131,7 @@ def _backward(
         mask_grad=mask_grad,
     )
     saved, upstream = Saved(out, lse), Upstream(grad_out, grad_lse)
+    check_results(problem, saved, upstream)
     with inside:
         grads = planner().run(
             problem,

@@ -11,7 +11,7 @@ REGISTRY = (
     "orchard.backends.metal:MetalBackend",
     "orchard.backends.aten:AtenBackend",
     "orchard.backends.reference:ReferenceBackend",
-    "orchard.backends.metal_emulated:MetalEmulatedBackend",
+    "orchard.backends.metal.emulated:MetalEmulatedBackend",
 )
 
 

@@ -49,6 +49,7 @@ class Capability:
     other_value_dim: bool = False
     grouped_heads: bool = False
     masks: tuple[MaskKind, ...] = ()
+    mask_dtypes: tuple[torch.dtype, ...] | None = None  # None: any
     mask_grad: bool = False
     bands: tuple[BandKind, ...] = ()
     mask_with_band: bool = False
@@ -60,7 +61,46 @@ class Capability:
     strided_last_axis: bool = False
     strided_grad_out: bool = False  # a grad_out whose last axis is strided or expanded
     unaligned_rows: bool = False  # rows that do not begin on 16-byte boundaries
+    size_limit: int | None = None  # an axis, and batch times heads, are below it; None: any
     deterministic: bool = False
+
+    @classmethod
+    def everything(
+        cls,
+        kernel: str,
+        devices: tuple[str, ...],
+        dtypes: tuple[torch.dtype, ...],
+        *,
+        stages: tuple[Stage, ...] = ("forward", "backward"),
+        max_head_dim: int | None = None,
+        mask_dtypes: tuple[torch.dtype, ...] | None = None,
+        size_limit: int | None = None,
+    ) -> Capability:
+        """A kernel that serves the whole meaning of attention, in these types and sizes."""
+        return cls(
+            kernel,
+            devices,
+            dtypes,
+            stages,
+            max_head_dim,
+            other_value_dim=True,
+            grouped_heads=True,
+            masks=("bool", "additive"),
+            mask_dtypes=mask_dtypes,
+            mask_grad=True,
+            bands=("causal", "bottom_right", "window"),
+            mask_with_band=True,
+            softcap=True,
+            dropout=True,
+            lse=True,
+            lse_grad=True,
+            zero_sizes=True,
+            strided_last_axis=True,
+            strided_grad_out=True,
+            unaligned_rows=True,
+            size_limit=size_limit,
+            deterministic=True,
+        )
 
     def on(self, device: torch.device) -> bool:
         return self.devices == ANY_DEVICE or device.type in self.devices
@@ -109,6 +149,12 @@ class Capability:
         )
         if p.mask is not None:
             need(p.mask.kind in self.masks, "mask", f"takes no {p.mask.kind} mask")
+            need(
+                self.mask_dtypes is None or p.mask.dtype in self.mask_dtypes,
+                "mask_dtype",
+                f"takes no mask of {dtype_name(p.mask.dtype)}",
+                "convert the mask to float32",
+            )
             need(
                 forward or self.mask_grad or not p.mask_grad,
                 "mask_grad",
@@ -172,6 +218,12 @@ class Capability:
             "rows do not begin on 16-byte boundaries",
             "make offset and strides multiples of 16 bytes",
         )
+        largest = max(p.batch * p.heads, *p.query_shape, *p.key_shape, *p.value_shape)
+        need(
+            self.size_limit is None or largest < self.size_limit,
+            "size",
+            f"an axis, or batch times heads, is {largest}; it takes less than {self.size_limit}",
+        )
         need(
             self.deterministic or forward or not p.deterministic,
             "deterministic",
@@ -196,12 +248,16 @@ def rows_aligned(problem: Problem) -> bool:
 
 
 class Backend(ABC):
-    """A way to compute attention. Subclasses say what they serve as data and serve it."""
+    """A way to compute attention. Subclasses say what they serve as data and serve it.
+
+    Tensors that reach one fit their problem and one another: see attention/operands.py.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     capabilities: ClassVar[tuple[Capability, ...]]
     on_request: ClassVar[bool] = False  # neither probed nor chosen unless asked for by name
+    probe_rows: ClassVar[tuple[int, ...]] = (16,)  # 1 too where a decode has kernels of its own
 
     def __init__(self) -> None:
         self._probed: dict[tuple[str, torch.device], Reason | None] = {}
@@ -267,36 +323,39 @@ class Backend(ABC):
         return found
 
     def probe(self, capability: Capability, device: torch.device) -> Reason | None:
-        """Run a tiny case, backward too where there is one, and check its values."""
-        source = torch.Generator().manual_seed(0)
-        exact = Tensors(
-            *(torch.randn(1, 2, 8, 64, dtype=torch.float64, generator=source) for _ in range(3))
-        )
-        options = Options(default_scale(64))
-        expected = attend(exact, options)
-        upstream = torch.randn(1, 2, 8, 64, dtype=torch.float64, generator=source)
+        """Run tiny cases, backward too where there is one, and check their values."""
         try:
-            tensors = Tensors(*(t.to(device, capability.dtypes[0]) for t in exact[:3]))
-            problem = describe(tensors, options, lse=capability.lse)
-            saved = self.forward(problem, capability.kernel, tensors)
-            wrong = not _near(saved.out, expected.out)
-            if capability.lse:
-                wrong = wrong or not _near(saved.lse, expected.lse)
-            if "backward" in capability.stages:
-                grad_out = upstream.to(tensors.query)
-                problem = describe(tensors, options, stage="backward", grad_out=grad_out, grad=True)
-                found = self.backward(
-                    problem, capability.kernel, tensors, saved, Upstream(grad_out, None)
-                )
-                known = gradients(exact, options, Upstream(upstream, None))
-                wrong = wrong or not all(map(_near, found[:3], known[:3]))
+            right = all(self._is_right(capability, device, rows) for rows in self.probe_rows)
         except (MemoryError, torch.OutOfMemoryError) as error:
             return Reason("memory", f"its probe ran out of memory: {one_line(error)}")
         except Exception as error:  # the probe exists to turn any failure into a reason
             return Reason("unavailable", f"its probe failed: {one_line(error)}")
-        if wrong:
-            return Reason("unavailable", "its probe computed wrong values")
-        return None
+        return None if right else Reason("unavailable", "its probe computed wrong values")
+
+    def _is_right(self, capability: Capability, device: torch.device, rows: int) -> bool:
+        """Whether a case of so many rows gives the values of the definition."""
+        source = torch.Generator().manual_seed(0)
+
+        def random(length: int) -> Tensor:
+            return torch.randn(1, 2, length, 64, dtype=torch.float64, generator=source)
+
+        exact, by_out = Tensors(random(rows), random(16), random(16)), random(rows)
+        options = Options(default_scale(64))
+        tensors = Tensors(*(t.to(device, capability.dtypes[0]) for t in exact[:3]))
+        problem = describe(tensors, options, lse=capability.lse)
+        saved = self.forward(problem, capability.kernel, tensors)
+        expected = attend(exact, options)
+        right = _near(saved.out, expected.out)
+        if capability.lse:
+            right = right and _near(saved.lse, expected.lse)
+        if "backward" in capability.stages:
+            grad_out = by_out.to(tensors.query)
+            problem = describe(tensors, options, stage="backward", grad_out=grad_out, grad=True)
+            upstream = Upstream(grad_out, None)
+            found = self.backward(problem, capability.kernel, tensors, saved, upstream)
+            known = gradients(exact, options, Upstream(by_out, None))
+            right = right and all(map(_near, found[:3], known[:3]))
+        return right
 
 
 def _near(actual: Tensor, expected: Tensor) -> bool:

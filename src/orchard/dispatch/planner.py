@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from orchard.attention.operands import check_shapes
 from orchard.attention.problem import Problem
 from orchard.dispatch import settings
 from orchard.dispatch.backend import Backend, Capability, Reason, dtype_name
@@ -136,6 +137,7 @@ class Planner:
         return found if found is not None else self._make(problem, requested)
 
     def _make(self, problem: Problem, requested: str) -> Plan:
+        check_shapes(problem)
         asked = requested if requested != AUTO else self._config.backend
         if problem.stage == "double_backward":
             asked = AUTO  # create_graph works whoever was insisted on

@@ -219,6 +219,41 @@ def _gradients() -> Iterator[Case]:
     )
 
 
+def _decodes() -> Iterator[Case]:
+    """Few rows against many keys, which have kernels of their own in most backends."""
+    base = Case("", "shape", kv_heads=2, rows=3, keys=300, dim=24, value_dim=40)
+    half, short = torch.float16, torch.bfloat16
+    yield replace(base, name="decode, bool mask", mask="bool")
+    yield replace(base, name="decode, bool mask, bf16", mask="bool", dtype=short)
+    yield replace(base, name="decode, additive mask over hk", mask="additive", mask_axes="hk")
+    yield replace(base, name="decode, softcap", softcap=3.0)
+    yield replace(base, name="decode, dropout", dropout_p=0.3)
+    yield replace(base, name="decode, dropout, fp16", dropout_p=0.1, dtype=half)
+    yield replace(base, name="decode, window", causal="bottom_right", window=(50, 0))
+    yield replace(base, name="decode, strided", views=("last_strided", "bshd", "rows_padded"))
+    yield replace(base, name="decode, head dimension 256", dim=256, value_dim=256)
+    yield replace(base, name="decode, head dimension 1", dim=1, value_dim=1)
+    yield replace(base, name="decode, 1 key", keys=1)
+    yield replace(
+        base,
+        name="decode, more rows than keys",
+        mask="bool",
+        causal="bottom_right",
+        rows=4,
+        keys=2,
+    )
+    yield replace(
+        base,
+        name="decode, everything, bf16",
+        dtype=short,
+        mask="additive",
+        mask_axes="q",
+        causal=True,
+        dropout_p=0.2,
+        softcap=2.0,
+    )
+
+
 CASES: tuple[Case, ...] = (
     *_layouts(),
     *_shapes(),
@@ -227,6 +262,7 @@ CASES: tuple[Case, ...] = (
     *_bands(),
     *_dropouts(),
     *_gradients(),
+    *_decodes(),
 )
 QUICK = CASES[::4]
 SEED = 7

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -21,23 +19,22 @@ from orchard.attention.problem import (
     default_scale,
     describe,
 )
-from orchard.backends.metal_emulated import EmulatedRuntime, MetalEmulatedBackend
+from orchard.backends.metal.emulated import EmulatedRuntime, MetalEmulatedBackend
 from orchard.testing.budget import Results, judge
-from orchard.testing.metal import Counters, Emulator, ShaderLibrary
+from orchard.testing.metal import Counters, Emulator, ShaderLibrary, torch_kernels
 
-_TORCH_SOURCE = """
-#include <metal_stdlib>
-using namespace metal;
-#include <c10/metal/utils.h>
-#include <ATen/native/mps/kernels/PrefillAttention.h>
-"""
 COLUMNS = {  # of the tables, by counter
     "multiplies": "multiplies",
     "device_read": "bytes read",
     "device_written": "bytes written",
     "threadgroup_barriers": "barriers",
 }
-BACKWARD = ("attention_rows", "attention_grad_query", "attention_grad_key_value")
+BACKWARD = (
+    "attention_rows",
+    "attention_coarse_rows",
+    "attention_grad_query",
+    "attention_grad_key_value",
+)
 
 
 @dataclass(frozen=True)
@@ -107,27 +104,12 @@ class Workbench:
     def torch_forward(self, exercise: Exercise) -> tuple[Tensor, Counters]:
         """The kernel that torch ships, launched as torch does."""
         if self._torch is None:
-            self._torch = self.emulator.compile_shader(_TORCH_SOURCE)
-        query, key, value, *_ = exercise.operands()
-        batch, heads, rows, dim = query.shape
-        out = torch.empty_like(query)
-        scale, softcap = struct.unpack("<2i", struct.pack("<2f", 1 / math.sqrt(dim), 1.0))
-        params = [batch, heads, dim, rows, rows, 1, scale, softcap]
-        for tensor in (query, key, value, out):
-            params += tensor.stride()[:3]
-        dtype = str(exercise.dtype).removeprefix("torch.")
-        name = (
-            f"prefill_attention_{dtype}_bq32_bk{16 if dim == 128 else 32}_bd{dim}_wm4_wn1"
-            f"_hm0_dc{int(exercise.causal)}_mask{dtype}"
-        )
+            source = torch_kernels.source(torch_kernels.PREFILL)
+            self._torch = self.emulator.compile_shader(source)
         self.emulator.counters.clear()
-        getattr(self._torch, name)(
-            *(query, key, value, out, params, [*query.stride()], query),
-            threads=(-(-rows // 32) * 128, heads, batch),
-            group_size=(128, 1, 1),
-            arg_casts="int32",
-        )
-        return out, self.emulator.counters[name]
+        out = torch_kernels.prefill(self._torch, exercise.operands(), causal=exercise.causal)
+        (counted,) = self.emulator.counters.values()
+        return out, counted
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ KERNELS = {
     "decode.metal": ("attention_runs", "attention_join"),
     "backward.metal": (
         "attention_rows",
+        "attention_coarse_rows",
         "attention_grad_query",
         "attention_grad_key_value",
         "attention_grad_mask",

@@ -133,6 +133,7 @@ ASSORTED = (
     replace(SMALL, name="bf16, dropout", dtype=torch.bfloat16, dim=64, dropout_p=0.2),
     replace(SMALL, name="fp16, bool mask", dtype=torch.float16, mask="bool", mask_axes="bk"),
     replace(SMALL, name="one row, many keys", rows=1, keys=1500, causal=False, lse_grad=True),
+    replace(SMALL, name="decode, dropout", rows=3, keys=300, causal=False, dropout_p=0.3),
     replace(SMALL, name="value dimension, strided", value_dim=40, views=("last_strided",) * 3),
     replace(SMALL, name="gradient of a mask", mask="additive", mask_axes="hk", mask_grad=True),
     replace(SMALL, name="window, softcap", causal=False, window=(20, 9), softcap=4.0),

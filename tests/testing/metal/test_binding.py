@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from orchard.testing.metal import Emulator, ShaderLibrary, compile_shader
+from orchard.testing.metal import (
+    BindingError,
+    Emulator,
+    OutOfBoundsError,
+    ShaderLibrary,
+    compile_shader,
+)
+from orchard.testing.metal.sparse import far_apart
 
 HEADER = "#include <metal_stdlib>\nusing namespace metal;\n"
+FAR = 2**31 + 8
 
 
 def reads(kind: str, count: int = 1) -> ShaderLibrary:
@@ -70,6 +78,47 @@ def test_refused_values(value: Any, cast: Any, message: str) -> None:
         reads("long").f(torch.zeros(1, dtype=torch.int64), value, arg_casts=cast)
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "cast"),
+    [
+        ("int", 7, None),
+        ("uint", [3, 4], None),
+        ("float", 7, None),
+        ("long", 1.5, None),
+        ("half", 1.5, None),
+        ("long", 7, "int32"),
+        ("int2", [3, 4], None),
+    ],
+)
+def test_numbers_are_read_as_what_they_are(kind: str, value: Any, cast: str | None) -> None:
+    """Torch does not look at the kernel: 64-bit integers read as 32-bit ones are wrong numbers."""
+    lib = compile_shader(
+        f"{HEADER}kernel void f(device float* y, constant {kind}* v) {{ y[0] = float(v[0].x); }}"
+        if kind[-1].isdigit()
+        else f"{HEADER}kernel void f(device float* y, constant {kind}& v) {{ y[0] = float(v); }}"
+    )
+    y = torch.zeros(1)
+    with pytest.raises(BindingError, match=r"f: \d\d-bit \w+ are bound to buffer 1, and .* reads"):
+        lib.f(y, value, arg_casts=cast)
+    assert not y.any()
+
+
+def test_a_structure_takes_any_numbers() -> None:
+    lib = compile_shader(
+        f"{HEADER}struct Params {{ int n; float x; }};"
+        "kernel void f(device float* y, constant Params& p) { y[0] = p.n * p.x; }"
+    )
+    y, half = torch.zeros(1), torch.tensor(0.5).view(torch.int32).item()
+    lib.f(y, [6, half], arg_casts="int32")
+    assert y.item() == 3
+
+
+def test_an_argument_too_many() -> None:
+    y = torch.zeros(1)
+    with pytest.raises(BindingError, match="f: an argument for buffer 2, which it has not"):
+        reads("float").f(y, y, y)
+
+
 def test_storage_offset_is_applied_and_strides_are_not() -> None:
     storage = torch.arange(20.0)
     y = torch.zeros(4)
@@ -94,6 +143,29 @@ def test_overlapping_arguments_keep_what_each_wrote() -> None:
     )
     lib.f(packed, packed)
     assert packed.tolist() == [2, 4] * 4
+
+
+SCALED_ROWS = f"""{HEADER}kernel void f(device half* y, constant long* p,
+    uint2 at [[thread_position_in_grid]]) {{ y[at.y * p[0] + at.x] *= at.y + 2; }}"""
+
+
+def test_rows_further_apart_than_memory_reaches() -> None:
+    """Beyond 2**31 and 2**32 elements; only the elements of the view are copied."""
+    lib = Emulator(bounds="view").compile_shader(SCALED_ROWS)
+    rows = far_apart(torch.ones(3, 5, dtype=torch.float16), 0, FAR)
+    lib.f(rows, [FAR], threads=(5, 3))
+    assert rows.tolist() == [[2] * 5, [3] * 5, [4] * 5]
+    repeated = rows[:, None].expand(3, 4, 5)
+    lib.f(repeated, [FAR], threads=(5, 3))
+    assert rows.tolist() == [[4] * 5, [9] * 5, [16] * 5]
+    with pytest.raises(OutOfBoundsError, match=f"element {2 * FAR + 5} of buffer 0"):
+        lib.f(rows, [FAR], threads=(6, 3))
+
+
+def test_large_storage_is_not_copied_whole() -> None:
+    rows = far_apart(torch.ones(3, 5, dtype=torch.float16), 0, FAR)
+    with pytest.raises(MemoryError, match="bounds='view'"):
+        compile_shader(SCALED_ROWS).f(rows, [rows.stride(0)], threads=(5, 3))
 
 
 def test_list_of_tensors_is_a_list_of_addresses() -> None:
@@ -248,7 +320,7 @@ def test_counters_by_kernel() -> None:
 def test_loops_of_stores_are_counted_one_by_one() -> None:
     """The compiler must not make memset of them, which nobody would see."""
     lib = compile_shader(
-        f"{HEADER}kernel void f(device float* y, constant int& n) {{"
+        f"{HEADER}kernel void f(device float* y, constant long& n) {{"
         " for (int i = 0; i < n; i++) y[i] = 0.0f; }"
     )
     lib.f(torch.ones(100), 100, threads=1)

@@ -115,6 +115,11 @@ def test_threadgroup_memory_is_poisoned() -> None:
     assert launch("threadgroup float a[64]; y[i] = a[i];").isnan().all()
 
 
+def test_registers_are_poisoned() -> None:
+    """A variable that is read before anything was written to it shows."""
+    assert launch("float a[4]; if (x[0] > 0.0f) a[i % 4] = 1.0f; y[i] = a[i % 4];").isnan().all()
+
+
 def test_threadgroup_memory_is_limited() -> None:
     body = "threadgroup float a[{}]; a[i] = x[i]; y[i] = a[i];"
     _, kernel = compiled(body.format(8192))
@@ -127,6 +132,31 @@ def test_threadgroup_memory_is_limited() -> None:
 def test_misaligned_access() -> None:
     with pytest.raises(UndefinedBehaviourError, match="misaligned"):
         launch("if (i == 0) y[0] = ((device float4*)(x + 1))[0].x;")
+
+
+@pytest.mark.parametrize(
+    ("kind", "declaration", "enough"),
+    [
+        ("half4", "threadgroup half a[64];", False),
+        ("half2", "threadgroup half a[64];", False),
+        ("float4", "threadgroup float a[64];", False),
+        ("half4", "alignas(4) threadgroup half a[64];", False),
+        ("half4", "alignas(2 * 4) threadgroup half a[64], b[2];", True),
+        ("float4", "alignas(16) threadgroup float a[64];", True),
+        ("half4", "threadgroup half4 a[16];", True),
+    ],
+)
+def test_threadgroup_arrays_are_aligned_as_declared(
+    kind: str, declaration: str, enough: bool
+) -> None:
+    """As their elements are, and no more: a wider access needs alignas, or a wider element."""
+    place = f"((threadgroup {kind}*)a)[0]"
+    body = f"{declaration} if (i == 0) {{ {place} = {kind}(3); y[0] = {place}.y; }}"
+    if enough:
+        assert launch(body)[0] == 3
+        return
+    with pytest.raises(UndefinedBehaviourError, match="misaligned"):
+        launch(body)
 
 
 REVERSED_COPY = """threadgroup float a[64];

@@ -6,7 +6,6 @@ Nothing here is ours but the launches, which follow the parameters in torch's he
 from __future__ import annotations
 
 import math
-import struct
 
 import pytest
 import torch
@@ -20,15 +19,10 @@ from orchard.testing.metal import (
     OutOfBoundsError,
     RaceError,
     ShaderLibrary,
-    toolchain,
+    torch_kernels,
 )
+from orchard.testing.metal.torch_kernels import DECODE, HEADERS, PREFILL, source
 
-SOURCE = """
-#include <metal_stdlib>
-using namespace metal;
-#include <c10/metal/utils.h>
-#include <ATen/native/mps/kernels/{header}>
-"""
 NAMES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 DTYPES = list(NAMES)
 MASKS = ["none", "causal", "bool", "additive"]
@@ -36,7 +30,7 @@ MASKS = ["none", "causal", "bool", "additive"]
 pytestmark = [
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(
-        not (toolchain.TORCH_HEADERS / "ATen/native/mps/kernels/PrefillAttention.h").exists(),
+        not (HEADERS / PREFILL).exists(),
         reason="this torch ships no Metal attention",
     ),
 ]
@@ -49,40 +43,16 @@ def emulator() -> Emulator:
 
 @pytest.fixture(scope="module")
 def prefill_kernels(emulator: Emulator) -> ShaderLibrary:
-    return emulator.compile_shader(SOURCE.format(header="PrefillAttention.h"))
+    return emulator.compile_shader(source(PREFILL))
 
 
 @pytest.fixture(scope="module")
 def decode_kernels(emulator: Emulator) -> ShaderLibrary:
-    return emulator.compile_shader(SOURCE.format(header="DecodeAttention.h"))
+    return emulator.compile_shader(source(DECODE))
 
 
-def prefill_name(dtype: torch.dtype, dim: int, mask: str) -> str:
-    name = str(dtype).removeprefix("torch.")
-    keys = 16 if dim == 128 else 32
-    masked, causal = int(mask in ("bool", "additive")), int(mask == "causal")
-    kind = "bool_" if mask == "bool" else name
-    return (
-        f"prefill_attention_{name}_bq32_bk{keys}_bd{dim}_wm4_wn1_hm{masked}_dc{causal}_mask{kind}"
-    )
-
-
-def prefill(lib: ShaderLibrary, tensors: Tensors, kind: str) -> Tensor:
-    query, key, value, mask, _ = tensors
-    batch, heads, rows, dim = query.shape
-    out = torch.full_like(query, torch.nan)
-    scale, softcap = struct.unpack("<2i", struct.pack("<2f", 1 / math.sqrt(dim), 1.0))
-    params = [batch, heads, dim, rows, key.shape[2], heads // key.shape[1], scale, softcap]
-    for tensor in (query, key, value, out):
-        params += tensor.stride()[:3]
-    shown = query if mask is None else mask.expand(batch, heads, rows, key.shape[2])
-    getattr(lib, prefill_name(query.dtype, dim, kind))(
-        *(query, key, value, out, params, [*shown.stride()], shown),
-        threads=(-(-rows // 32) * 128, heads, batch),
-        group_size=(128, 1, 1),
-        arg_casts="int32",
-    )
-    return out
+def prefill(library: ShaderLibrary, tensors: Tensors, kind: str) -> Tensor:
+    return torch_kernels.prefill(library, tensors, causal=kind == "causal")
 
 
 def decode(lib: ShaderLibrary, tensors: Tensors, kind: str, *, two_passes: bool) -> Tensor:
@@ -195,7 +165,8 @@ def test_counters(prefill_kernels: ShaderLibrary) -> None:
     query, key, value = (torch.randn(1, 2, 128, 64) for _ in range(3))
     for mask, tiles in (("none", 16), ("causal", 10)):  # of 32 x 32, for each head
         prefill(prefill_kernels, Tensors(query, key, value), mask)
-        kernel = getattr(prefill_kernels, prefill_name(torch.float32, 64, mask))
+        name = torch_kernels.prefill_name(torch.float32, 64, causal=mask == "causal", mask=None)
+        kernel = getattr(prefill_kernels, name)
         counted = kernel.last_counters
         tile = 32 * 64 * 4
         assert counted.multiplies == 2 * tiles * 2 * (4 * 4 * 8)
@@ -209,7 +180,7 @@ def test_counters(prefill_kernels: ShaderLibrary) -> None:
 
 def test_fast_mode_is_the_same_arithmetic(prefill_kernels: ShaderLibrary) -> None:
     tensors = make(torch.float16, 64, 37, 45, "bool")
-    fast = Emulator("fast").compile_shader(SOURCE.format(header="PrefillAttention.h"))
+    fast = Emulator("fast").compile_shader(source(PREFILL))
     expected = prefill(prefill_kernels, tensors, "bool")
     assert torch.equal(prefill(fast, tensors, "bool"), expected)
 
@@ -219,12 +190,14 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
 def mutant(old: str, new: str, occurrence: int = 0) -> ShaderLibrary:
     """The prefill kernels with one place changed, in bounds of the tensors' own elements."""
-    header = toolchain.TORCH_HEADERS / "ATen/native/mps/kernels/PrefillAttention.h"
-    parts = header.read_text().encode("ascii", "replace").decode().split(old)
+    parts = (HEADERS / PREFILL).read_text().encode("ascii", "replace").decode().split(old)
     assert len(parts) > occurrence + 1, f"{old} is not in torch's header"
     changed = old.join(parts[: occurrence + 1]) + new + old.join(parts[occurrence + 1 :])
-    source = SOURCE.replace("#include <ATen/native/mps/kernels/{header}>", "") + changed
-    return Emulator(bounds="view").compile_shader(source)
+    before, include, after = source(PREFILL).partition(
+        f"#include <ATen/native/mps/kernels/{PREFILL}>"
+    )
+    assert include
+    return Emulator(bounds="view").compile_shader(before + changed + after)
 
 
 @pytest.mark.parametrize("occurrence", range(5))

@@ -108,6 +108,10 @@ class AtenBackend(Backend):
                     f"use one of {dims}",
                 )
             )
+        if capability.kernel == "mps" and problem.key_length < problem.query_length <= 8:
+            found.append(Reason("few_keys", "materialises the scores of 2 to 8 rows of fewer keys"))
+        if capability.kernel == "mps" and _torch_version() < (2, 15) and _far_elements(problem):
+            found.append(Reason("offset", "counts offsets in 31 bits before torch 2.15"))
         return tuple(found)
 
     def probe(self, capability: Capability, device: torch.device) -> Reason | None:
@@ -134,6 +138,17 @@ def _coarse_sums(problem: Problem) -> bool:
     """Where its error passed the budget: it sums each row of a group by itself."""
     few_rows, grouped = problem.query_length < 4, problem.heads != problem.kv_heads
     return problem.dtype == torch.float32 and few_rows and grouped
+
+
+def _far_elements(problem: Problem) -> bool:
+    """Whether an element of an operand lies 2^31 elements or more from the first."""
+    places = list(problem.operands.values())
+    if problem.mask is not None:
+        places.append((problem.mask.shape, problem.mask.strides))
+    return any(
+        sum((size - 1) * stride for size, stride in zip(*place, strict=True)) >= 2**31
+        for place in places
+    )
 
 
 def _torch_version() -> tuple[int, int]:

@@ -12,10 +12,9 @@ from array import array
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from orchard.attention.memory import Place, dense, following
 from orchard.attention.problem import Problem
-from orchard.attention.strides import axis_order, contiguous_strides, dense_strides
 from orchard.backends.cpu import native
 from orchard.backends.cpu.native import BackwardArgs, ForwardArgs
 
@@ -24,29 +23,13 @@ _LITTLE = sys.byteorder == "little"
 _LEAST, _GREATEST = -(2**63), 2**63 - 1
 
 
-class Place(NamedTuple):
-    """Where an output goes: shape and strides to allocate."""
-
-    shape: Shape
-    strides: Shape
-
-
-class TensorKind(NamedTuple):
-    """A tensor that the problem does not describe in full."""
-
-    dtype: torch.dtype
-    shape: Shape
-    strides: Shape
-
-
 class BackwardKind(NamedTuple):
     """What a backward's struct depends on."""
 
     problem: Problem
-    out: TensorKind
-    lse: TensorKind
-    grad_out: TensorKind
-    grad_lse: TensorKind | None
+    out: Shape  # strides, here and below
+    lse: Shape
+    grad_lse: Shape | None
 
 
 class ForwardTemplate(NamedTuple):
@@ -60,8 +43,7 @@ class BackwardTemplate(NamedTuple):
     grad_query: Place
     grad_key: Place
     grad_value: Place
-    grad_mask: Place | None
-    mask_dtype: torch.dtype  # of grad_mask as the kernel writes it
+    grad_mask: Place | None  # in the type that the kernel writes
 
 
 def word(structure: type[ctypes.Structure], field: str) -> int:
@@ -74,42 +56,44 @@ def last_word(threshold: int, threads: int) -> int:
     return threshold | threads << 32 if _LITTLE else threshold << 32 | threads
 
 
-def kind_of(tensor: Tensor) -> TensorKind:
-    return TensorKind(tensor.dtype, tensor.shape, tensor.stride())
-
-
 def forward_template(problem: Problem) -> ForwardTemplate:
     args = ForwardArgs()
     _fill(args, problem)
-    out = Place((*problem.query_shape[:3], problem.value_dim), problem.out_strides)
-    args.out = native.describe(problem.dtype, *out)
+    out = Place((*problem.query_shape[:3], problem.value_dim), problem.out_strides, problem.dtype)
+    args.out = _described(out)
     lse = None
     if problem.lse or problem.grad:
-        rows = problem.query_shape[:3]
-        lse = Place(rows, contiguous_strides(rows))
-        args.lse = native.describe(torch.float32, *lse)
+        lse = dense(problem.query_shape[:3])
+        args.lse = _described(lse)
     return ForwardTemplate(_words(args), out, lse)
 
 
 def backward_template(kind: BackwardKind) -> BackwardTemplate:
     args, problem = BackwardArgs(), kind.problem
     _fill(args, problem)
-    args.out, args.lse = native.describe(*kind.out), native.describe(*kind.lse)
-    args.grad_out = native.describe(*kind.grad_out)
+    rows = problem.query_shape[:3]
+    shape = (*rows, problem.value_dim)
+    args.out = native.describe(problem.dtype, shape, kind.out)
+    args.grad_out = native.describe(problem.dtype, shape, problem.grad_strides or ())
+    args.lse = native.describe(torch.float32, rows, kind.lse)
     if kind.grad_lse is not None:
-        args.grad_lse = native.describe(*kind.grad_lse)
-    places = {name: _following(*operand) for name, operand in problem.operands.items()}
+        args.grad_lse = native.describe(torch.float32, rows, kind.grad_lse)
+    places = {
+        name: following(*operand, problem.dtype) for name, operand in problem.operands.items()
+    }
     for name, place in places.items():
-        setattr(args, f"grad_{name}", native.describe(problem.dtype, *place))
-    grad_mask, mask_dtype = None, torch.float32
-    if problem.mask is not None and problem.mask_grad:
-        grad_mask = _following(problem.mask.shape, problem.mask.strides)
-        once = problem.mask.shape == (*problem.query_shape[:3], problem.key_length)
-        if once and problem.mask.dtype in (torch.float16, torch.bfloat16):
-            mask_dtype = problem.mask.dtype  # nothing is summed, so nothing has to be wider
-        args.grad_mask = native.describe(mask_dtype, *grad_mask)
+        setattr(args, f"grad_{name}", _described(place))
+    mask, grad_mask = problem.mask, None
+    if mask is not None and problem.mask_grad:
+        once = mask.shape == (*rows, problem.key_length)
+        half = mask.dtype in (torch.float16, torch.bfloat16)
+        # Where nothing is summed, nothing has to be wider.
+        grad_mask = following(
+            mask.shape, mask.strides, mask.dtype if once and half else torch.float32
+        )
+        args.grad_mask = _described(grad_mask)
     return BackwardTemplate(
-        _words(args), places["query"], places["key"], places["value"], grad_mask, mask_dtype
+        _words(args), places["query"], places["key"], places["value"], grad_mask
     )
 
 
@@ -132,6 +116,5 @@ def _words(args: ctypes.Structure) -> array[int]:
     return array("Q", bytes(args))
 
 
-def _following(shape: Shape, strides: Shape) -> Place:
-    """A dense place whose axes lie in memory as those of an operand."""
-    return Place(tuple(shape), dense_strides(shape, axis_order(shape, strides)))
+def _described(place: Place) -> native.TensorArgs:
+    return native.describe(place.dtype, place.shape, place.strides)

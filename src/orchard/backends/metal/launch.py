@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from orchard.attention import memory
 from orchard.attention.dropout import keep_scale
+from orchard.attention.memory import Place, dense, following
 from orchard.attention.problem import Gradients, Problem, Saved, Tensors, Upstream
-from orchard.attention.strides import axis_order, contiguous_strides, dense_strides
 from orchard.backends.metal.source import (
     FLOATS,
     INTEGERS,
@@ -33,17 +32,6 @@ _FURTHEST = 2**31 - 1  # a bound of the band that excludes nothing
 _GROUP = (THREADS, 1, 1)
 
 Shape = tuple[int, ...]
-
-
-class Place(NamedTuple):
-    """Memory to allocate."""
-
-    shape: Shape
-    strides: Shape
-    dtype: torch.dtype
-
-    def allocate(self, device: torch.device) -> Tensor:
-        return memory.allocate(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
 class ForwardPlan(NamedTuple):
@@ -92,7 +80,7 @@ def plan_forward(problem: Problem) -> ForwardPlan:
         decode_rows=rows if runs else 0,
     )
     out = Place((*problem.query_shape[:3], problem.value_dim), problem.out_strides, problem.dtype)
-    lse = _dense(problem.query_shape[:3]) if wanted else None
+    lse = dense(problem.query_shape[:3]) if wanted else None
     integers = _integers(
         problem,
         {"RUNS": runs, "RUN_KEYS": _run_keys(problem, runs)},
@@ -103,7 +91,7 @@ def plan_forward(problem: Problem) -> ForwardPlan:
 
 def plan_backward(kind: BackwardKind) -> BackwardPlan:
     problem, mask = kind.problem, kind.problem.mask
-    places = [_following(*operand, problem.dtype) for operand in problem.operands.values()]
+    places = [following(*operand, problem.dtype) for operand in problem.operands.values()]
     strides = _strides(problem)
     strides |= {"OUT": kind.out, "LSE": kind.lse, "GRAD_OUT": problem.grad_strides or ()}
     strides |= {
@@ -117,12 +105,12 @@ def plan_backward(kind: BackwardKind) -> BackwardPlan:
     sizes: dict[str, int] = {}
     if mask is not None and problem.mask_grad:
         if mask.shape == shape:
-            grad_mask = _following(mask.shape, mask.strides, mask.dtype)
+            grad_mask = following(mask.shape, mask.strides, mask.dtype)
             strides["GRAD_MASK"] = grad_mask.strides
         else:
             # Where rows or keys are summed, batch and heads give the threadgroups to do it.
             planes = mask.shape[:2] if mask.shape[2:] == shape[2:] else shape[:2]
-            sums = _dense((*planes, *mask.shape[2:]))
+            sums = dense((*planes, *mask.shape[2:]))
             strides["SUMS"] = sums.strides
             names = ("SUMS_BATCH", "SUMS_HEADS", "SUMS_ROWS", "SUMS_KEYS")
             sizes = dict(zip(names, sums.shape, strict=True))
@@ -157,8 +145,8 @@ def run_forward(library: Library, problem: Problem, plan: ForwardPlan, tensors: 
     first = library.kernel("decode.metal", "attention_runs", plan.specialisation)
     second = library.kernel("decode.metal", "attention_join", plan.specialisation)
     rows = (*problem.query_shape[:3], plan.runs)
-    sums = _dense((*rows, max(1, problem.value_dim))).allocate(device)
-    tops, totals = _dense(rows).allocate(device), _dense(rows).allocate(device)
+    sums = dense((*rows, max(1, problem.value_dim))).allocate(device)
+    tops, totals = dense(rows).allocate(device), dense(rows).allocate(device)
     first(
         *(query, key, value, sums, tops, totals, mask, seed, *lists),
         threads=_grid(plan.runs, SIMDGROUPS, problem.kv_heads, problem.batch),
@@ -197,8 +185,7 @@ def run_backward(
     grad_out = _some(upstream.out, query)
     grad_lse = saved.lse if upstream.lse is None else upstream.lse
     lists = plan.integers, plan.floats
-    statistics = _dense((2, *problem.query_shape[:3])).allocate(device)
-    lse, delta = statistics[0], statistics[1]
+    statistics = dense((*problem.query_shape[:3], 3)).allocate(device)  # struct Row of each row
     by_head = (problem.heads, problem.batch)
 
     def launch(name: str, *args: Tensor | list[int] | list[float], threads: Shape) -> None:
@@ -207,10 +194,15 @@ def run_backward(
 
     launch(
         "attention_rows",
-        *(_some(saved.out, query), saved.lse, grad_out, grad_lse, lse, delta, plan.integers),
+        *(_some(saved.out, query), saved.lse, grad_out, grad_lse, statistics, plan.integers),
         threads=_grid(problem.query_length, SIMDGROUPS, *by_head),
     )
-    rows = (query, key, value, grad_out, lse, delta)
+    launch(
+        "attention_coarse_rows",
+        *(query, key, mask, statistics, *lists),
+        threads=_grid(problem.query_length, RESIDENT, *by_head),
+    )
+    rows = (query, key, value, grad_out, statistics)
     launch(
         "attention_grad_query",
         *(*rows, _some(grads[0], query), mask, mask if grad_mask is None else grad_mask),
@@ -325,15 +317,6 @@ def _strides(problem: Problem) -> dict[str, Shape]:
         pairs = zip(problem.mask.shape, problem.mask.strides, strict=True)
         found["MASK"] = tuple(0 if size == 1 else stride for size, stride in pairs)
     return found
-
-
-def _dense(shape: Sequence[int]) -> Place:
-    return Place(tuple(shape), contiguous_strides(shape), torch.float32)
-
-
-def _following(shape: Shape, strides: Shape, dtype: torch.dtype) -> Place:
-    """A dense place whose axes lie in memory as those of an operand."""
-    return Place(tuple(shape), dense_strides(shape, axis_order(shape, strides)), dtype)
 
 
 def _some(*tensors: Tensor) -> Tensor:

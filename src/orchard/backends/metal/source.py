@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import threading
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from orchard.backends.metal.limits import THREADGROUP_BYTES
 from orchard.backends.metal.runtime import Kernel, MetalRuntime
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -52,7 +54,6 @@ FLOATS = ("SCALE", "CAP", "CAP_IN_UNITS", "KEEP_SCALE", "GRAD_SCALE")
 SIMDGROUPS = 4
 THREADS = 32 * SIMDGROUPS
 RESIDENT = 8 * SIMDGROUPS  # rows or keys that a threadgroup holds
-_THREADGROUP_BYTES = 32768
 _HEADERS = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;"
 
 
@@ -82,8 +83,8 @@ class Specialisation(NamedTuple):
         size = self.dtype.itemsize
         row = sum(8 * max(1, -(-dim // 8)) + 16 // size for dim in (self.head_dim, self.value_dim))
         others = 16 * THREADS if self.dropout else 0
-        per_row = row * size + 4 * max(2, SIMDGROUPS)  # lse and delta, or sums of each simdgroup
-        return next((n for n in (32, 16) if n * per_row + others <= _THREADGROUP_BYTES), 8)
+        per_row = row * size + 4 * max(3, SIMDGROUPS)  # its numbers, or sums of each simdgroup
+        return next((n for n in (32, 16) if n * per_row + others <= THREADGROUP_BYTES), 8)
 
     @property
     def definitions(self) -> dict[str, str | int]:
@@ -92,6 +93,7 @@ class Specialisation(NamedTuple):
             "TYPE": TYPES[self.dtype],
             "HEAD_DIM": self.head_dim,
             "VALUE_DIM": self.value_dim,
+            "SIMDGROUPS": SIMDGROUPS,
             "BLOCK": self.block,
             "MASK": 0 if self.mask is None else 1 if self.mask == torch.bool else 2,
             "MASK_TYPE": MASK_TYPES[self.mask or torch.bool],
@@ -132,10 +134,11 @@ def _inlined(file: str) -> str:
 
 
 class Library:
-    """Compiled kernels, each compiled once."""
+    """Compiled kernels, each compiled once, whichever threads ask for it first."""
 
     def __init__(self, runtime: MetalRuntime) -> None:
         self._runtime = runtime
+        self._missing = threading.RLock()  # held while something is compiled or looked up
         self._kernels: dict[tuple[str, str, Specialisation], Kernel] = {}
         self._compiled: dict[tuple[str, Specialisation], object | MetalCompileError] = {}
 
@@ -143,9 +146,12 @@ class Library:
         """A kernel of a file by its name; torch makes a new object at every look."""
         key = (file, name, specialisation)
         found = self._kernels.get(key)
-        if found is None:
-            found = self._kernels[key] = getattr(self._compile(file, specialisation), name)
-        return found
+        if found is not None:
+            return found
+        with self._missing:
+            if key not in self._kernels:
+                self._kernels[key] = getattr(self._compile(file, specialisation), name)
+            return self._kernels[key]
 
     def _compile(self, file: str, specialisation: Specialisation) -> object:
         key = (file, specialisation)
@@ -161,6 +167,6 @@ class Library:
 
 
 def _diagnosis(text: str) -> str:
-    """The compiler's words from its first error on."""
-    start = text.find("error:")
-    return text[max(0, start) :]
+    """The compiler's errors, each with its place and without the lines of source that follow."""
+    errors = [line.strip() for line in text.splitlines() if "error:" in line]
+    return "; ".join(errors) or text

@@ -13,26 +13,11 @@ class ReferenceBackend(Backend):
     name = "reference"
     summary = "the readable definition in torch operations, chunked; also fp64 and second gradients"
     capabilities = (
-        Capability(
-            kernel="chunked",
-            devices=ANY_DEVICE,
-            dtypes=(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+        Capability.everything(
+            "chunked",
+            ANY_DEVICE,
+            (torch.float32, torch.float16, torch.bfloat16, torch.float64),
             stages=("forward", "backward", "double_backward"),
-            other_value_dim=True,
-            grouped_heads=True,
-            masks=("bool", "additive"),
-            mask_grad=True,
-            bands=("causal", "bottom_right", "window"),
-            mask_with_band=True,
-            softcap=True,
-            dropout=True,
-            lse=True,
-            lse_grad=True,
-            zero_sizes=True,
-            strided_last_axis=True,
-            strided_grad_out=True,
-            unaligned_rows=True,
-            deterministic=True,
         ),
     )
 

@@ -14,6 +14,7 @@ from orchard.testing.metal.emulator import (
     compile_shader,
 )
 from orchard.testing.metal.errors import (
+    BindingError,
     DivergenceError,
     EmulationError,
     OutOfBoundsError,
@@ -23,6 +24,7 @@ from orchard.testing.metal.errors import (
 
 __all__ = [
     "SCHEDULES",
+    "BindingError",
     "Counters",
     "DivergenceError",
     "EmulationError",

@@ -11,9 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from orchard.backends.metal.limits import BUFFERS, INLINE_BYTES
+
 Bounds = Literal["storage", "view"]
 
-INLINE_LIMIT = 4096
+DENSE = 1 << 29  # bytes up to which a tensor's memory is copied whole, gaps and all
 _CASTS = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -23,6 +25,7 @@ _CASTS = {
     "uint8": torch.uint8,
 }
 _INT64 = range(-(2**63), 2**63)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,30 @@ class Memory:
     def element(self) -> int:
         return self.tensor.element_size()
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Equal for two arguments that can share one copy."""
+        view = (self.tensor.shape, self.tensor.stride()) if self.size > DENSE else ()
+        return (self.address, self.size, *view)
+
+    def cells(self, address: int) -> Tensor:
+        """As integers, what lies at `address` if this memory does: of a large one its elements."""
+        memory = (ctypes.c_uint8 * self.size).from_address(address)
+        if self.size <= DENSE:
+            return torch.frombuffer(memory, dtype=torch.uint8)
+        axes = zip(self.tensor.shape, self.tensor.stride(), strict=True)
+        shape = [size if stride else 1 for size, stride in axes]
+        cells = torch.frombuffer(memory, dtype=_BITS[self.element])
+        return cells.as_strided(shape, self.tensor.stride())
+
 
 @dataclass(frozen=True)
 class Inline:
     """Bytes that travel with the launch. Kernels cannot write to them."""
 
     data: bytes
-    element: int
+    element: int  # bytes of a number
+    floating: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,8 +83,8 @@ def bind(
     """One argument per buffer index."""
     if not (arg_casts is None or isinstance(arg_casts, (str, dict))):
         raise RuntimeError(f"Unexpected caster arg type {type(arg_casts).__name__}")
-    if len(args) > 31:
-        raise RuntimeError(f"{len(args)} arguments: a kernel takes 31 buffers at most")
+    if len(args) > BUFFERS:
+        raise RuntimeError(f"{len(args)} arguments: a kernel takes {BUFFERS} buffers at most")
     casts = arg_casts if isinstance(arg_casts, dict) else {}
     default = arg_casts if isinstance(arg_casts, str) else ""
     return [_argument(arg, casts.get(i, default), bounds) for i, arg in enumerate(args)]
@@ -115,9 +135,10 @@ def _numbers(values: list[int] | list[float], cast: str) -> Inline:
             raise RuntimeError(f"Unsupported cast instruction {cast}")
         tensor = tensor.to(_CASTS[cast])
     size = tensor.numel() * tensor.element_size()
-    if size > INLINE_LIMIT:
-        raise RuntimeError(f"{size} bytes of inline arguments: Metal takes {INLINE_LIMIT} at most")
-    return Inline(ctypes.string_at(tensor.data_ptr(), size), tensor.element_size())
+    if size > INLINE_BYTES:
+        raise RuntimeError(f"{size} bytes of inline arguments: Metal takes {INLINE_BYTES} at most")
+    data = ctypes.string_at(tensor.data_ptr(), size)
+    return Inline(data, tensor.element_size(), tensor.is_floating_point())
 
 
 def _tensor(tensor: Tensor, bounds: Bounds) -> Memory | Inline:
@@ -125,7 +146,7 @@ def _tensor(tensor: Tensor, bounds: Bounds) -> Memory | Inline:
         raise RuntimeError(f"the emulator takes CPU tensors, not tensors on {tensor.device}")
     if tensor.dtype in (torch.float64, torch.complex128):
         if tensor.dtype == torch.float64 and tensor.dim() == 0:
-            return Inline(struct.pack("<f", float(tensor)), 4)
+            return Inline(struct.pack("<f", float(tensor)), 4, floating=True)
         raise RuntimeError(f"MPS has no {tensor.dtype}")
     storage = tensor.untyped_storage()
     offset = int(tensor.storage_offset()) * tensor.element_size()
@@ -137,4 +158,6 @@ def _tensor(tensor: Tensor, bounds: Bounds) -> Memory | Inline:
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         last = sum(int(n - 1) * int(stride) for n, stride in steps)
         size = (1 + last) * tensor.element_size()
+    if size > DENSE and bounds == "storage":
+        raise MemoryError(f"{size} bytes of storage: the emulator takes so many by bounds='view'")
     return Memory(tensor, storage.data_ptr() + offset, size, offset % 256)

@@ -13,9 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from orchard.backends.metal.limits import BUFFERS, GROUP_THREADS, THREADGROUP_BYTES
 from orchard.testing.metal import rewriter, toolchain
 from orchard.testing.metal.binding import Addresses, Argument, Bounds, Inline, Memory, bind
 from orchard.testing.metal.errors import (
+    BindingError,
     DivergenceError,
     EmulationError,
     OutOfBoundsError,
@@ -25,10 +27,7 @@ from orchard.testing.metal.errors import (
 from orchard.testing.metal.machine import (
     ARRAY,
     ARRAY_START,
-    BUFFERS,
     SLOTS,
-    THREADGROUP_MEMORY,
-    THREADS,
     ArrayInfo,
     Launch,
     Report,
@@ -168,7 +167,8 @@ class MetalKernel:
         self._worker_size: int = library.emu_worker_size()
         self._arrays = _arrays(library, kernel)
         self.last_counters = Counters()
-        self.max_threads_per_threadgroup = min(THREADS, int(library.emu_limit()))
+        self._scalars = {index: int(library.emu_scalar(index)) for index in kernel.buffers}
+        self.max_threads_per_threadgroup = min(GROUP_THREADS, int(library.emu_limit()))
         self.thread_execution_width = SIMD_WIDTH
 
     @property
@@ -220,14 +220,12 @@ class MetalKernel:
 
     def _launch(self, arguments: dict[int, Argument], grid: list[int], group: list[int]) -> None:
         memory = self.static_thread_group_memory_length
-        if memory > THREADGROUP_MEMORY:
+        if memory > THREADGROUP_BYTES:
             raise RuntimeError(
                 f"{self.name}: {memory} bytes of threadgroup memory, the limit is"
-                f" {THREADGROUP_MEMORY}"
+                f" {THREADGROUP_BYTES}"
             )
-        unbound = sorted(self._kernel.buffers - arguments.keys())
-        if unbound:
-            raise RuntimeError(f"{self.name}: nothing is bound to buffer {unbound[0]}")
+        self._check_bound(arguments)
         emulator = self._emulator
         with machine.lock:
             placed = _Placed()
@@ -254,6 +252,23 @@ class MetalKernel:
         self.last_counters = total
         emulator.counters[self.name] = emulator.counters.get(self.name, Counters()) + total
 
+    def _check_bound(self, arguments: Mapping[int, Argument]) -> None:
+        unbound = sorted(self._kernel.buffers - arguments.keys())
+        if unbound:
+            raise RuntimeError(f"{self.name}: nothing is bound to buffer {unbound[0]}")
+        for index, argument in arguments.items():
+            if index not in self._scalars:
+                raise BindingError(f"{self.name}: an argument for buffer {index}, which it has not")
+            wanted = self._scalars[index]
+            if not isinstance(argument, Inline) or wanted == 0:
+                continue
+            given = -argument.element if argument.floating else argument.element
+            if given != wanted:
+                raise BindingError(
+                    f"{self.name}: {_numbers(given)} are bound to buffer {index}, and the kernel"
+                    f" reads {_numbers(wanted)}"
+                )
+
     def _execute(self, launches: list[Launch]) -> None:
         if len(launches) == 1:
             self._run(ctypes.byref(launches[0]))
@@ -275,6 +290,8 @@ class MetalKernel:
         for slot, info in self._arrays.items():
             array = launch.array[slot]
             array.start = launch.arena + slot * ARRAY + ARRAY_START + offset % 4096
+            if info.align < 16:  # on its alignment and no more, which is all that Metal promises
+                array.start += info.align
             array.size, array.offset = info.size, offset
             offset += -(-info.size // 16) * 16
 
@@ -352,7 +369,7 @@ class _Placed:
     def __init__(self) -> None:
         self._buffers: dict[int, int] = {}
         self._slots: list[tuple[int, int, int, Memory | Inline]] = []  # index, start, size
-        self._known: dict[tuple[int, int], int] = {}
+        self._known: dict[tuple[object, ...], int] = {}
 
     def place(self, arguments: dict[int, Argument]) -> None:
         for index, argument in arguments.items():
@@ -365,19 +382,21 @@ class _Placed:
 
     def _place(self, index: int, argument: Memory | Inline) -> int:
         if isinstance(argument, Memory):
-            key = (argument.address, argument.size)
-            if key in self._known:
-                return self._known[key]
-            source, size, offset = argument.address, argument.size, argument.alignment
+            if argument.identity in self._known:
+                return self._known[argument.identity]
+            size, offset = argument.size, argument.alignment
         else:
-            data = ctypes.create_string_buffer(argument.data, len(argument.data))
-            source, size, offset = ctypes.addressof(data), len(argument.data), 0
+            size, offset = len(argument.data), 0
         if len(self._slots) == SLOTS:
             raise RuntimeError(f"the emulator takes {SLOTS} buffers, those in lists included")
-        start = machine.heap.place(len(self._slots), source, size, offset)
-        if isinstance(argument, Memory):
-            self._known[key] = start
+        start = machine.heap.place(len(self._slots), size, offset)
         self._slots.append((index, start, size, argument))
+        if isinstance(argument, Inline):
+            ctypes.memmove(start, argument.data, size)
+            return start
+        self._known[argument.identity] = start
+        if size:
+            argument.cells(start).copy_(argument.cells(argument.address))
         return start
 
     def fill(self, launch: Launch) -> None:
@@ -402,7 +421,7 @@ class _Placed:
         for _, start, size, argument in self._slots:
             if isinstance(argument, Inline) or size == 0:
                 continue
-            before, after = _bytes(argument.address, size), _bytes(start, size)
+            before, after = argument.cells(argument.address), argument.cells(start)
             if not torch.equal(before, after):
                 changed = before != after
                 changes.append((before, changed, after[changed]))
@@ -414,9 +433,9 @@ class _Placed:
             machine.heap.clear(start, size)
 
 
-def _bytes(address: int, size: int) -> Tensor:
-    memory = (ctypes.c_uint8 * size).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+def _numbers(scalar: int) -> str:
+    """In words, what `emu_scalar` says of a buffer."""
+    return f"{8 * abs(scalar)}-bit {'floats' if scalar < 0 else 'integers'}"
 
 
 def _arrays(library: ctypes.CDLL, kernel: rewriter.Kernel) -> dict[int, ArrayInfo]:

@@ -23,6 +23,10 @@ class OutOfBoundsError(EmulationError):
         self.index = index
 
 
+class BindingError(EmulationError):
+    """An argument that the kernel reads as numbers of another type, or that it does not have."""
+
+
 class RaceError(EmulationError):
     """Two threads touched the same threadgroup memory, one wrote, and no barrier was between."""
 

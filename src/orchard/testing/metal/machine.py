@@ -1,7 +1,7 @@
 """The memory that kernels run in, and the structures shared with runtime.c.
 
-Every buffer is copied into a place of its own, with a gigabyte that nobody may touch on either
-side, so an access can be attributed to its buffer however far off it is.
+Every buffer is copied into a place of its own in the middle of 128 GiB of addresses, so an access
+can be attributed to its buffer however far off it is.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import os
 import sys
 import threading
 
+from orchard.backends.metal.limits import BUFFERS, GROUP_THREADS, THREADGROUP_BYTES
+
 STACK = 1 << 18
-THREADS = 1024
 SLOTS = 64
-SLOT = 1 << 31
+SLOT = 1 << 37
 ARRAYS = 64
 ARRAY = 1 << 16
 ARRAY_START = 1 << 14  # of an array within its place
-THREADGROUP_MEMORY = 32 * 1024
-BUFFERS = 31
-_SHADOW = 32 * THREADGROUP_MEMORY
+_SHADOW = 32 * THREADGROUP_BYTES
 _NAN = 0xFF  # a byte that makes NaN of every floating type
 
-_NORESERVE = 0x40 if sys.platform == "darwin" else 0x4000
+NO_RESERVE = 0x40 if sys.platform == "darwin" else 0x4000  # mmap has no name for it yet
 _FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -126,7 +125,7 @@ class Worker:
 
     def __init__(self, size: int) -> None:
         self.address = _map(size, writable=True)
-        stacks = _map((THREADS + 1) * STACK, writable=True)
+        stacks = _map((GROUP_THREADS + 1) * STACK, writable=True)
         self.stacks = -(-stacks // STACK) * STACK
         self.arena = _map(ARRAYS * ARRAY, writable=True)
         self.shadow = _map(_SHADOW, writable=True)
@@ -145,16 +144,17 @@ class Heap:
     def __init__(self) -> None:
         self.address = _map(SLOTS * SLOT, writable=False)
 
-    def place(self, slot: int, source: int, size: int, offset: int) -> int:
-        """Copies `size` bytes into a place, `offset` bytes after an aligned address."""
+    def place(self, slot: int, size: int, offset: int) -> int:
+        """A place for `size` bytes, `offset` after an aligned address: zeros, and NaN around them.
+
+        A page takes memory once it is touched, so a large place may be used here and there.
+        """
         if size > SLOT // 4:
             raise MemoryError(f"a buffer of {size} bytes is too large for the emulator")
         start = self.address + slot * SLOT + SLOT // 2 + offset
         first, last = _pages(start, size)
         _map(last - first, writable=True, at=first)
-        if size:
-            ctypes.memset(first, _NAN, start - first)
-            ctypes.memmove(start, source, size)
+        ctypes.memset(first, _NAN, start - first)
         ctypes.memset(start + size, _NAN, last - start - size)
         return start
 
@@ -194,7 +194,7 @@ def _pages(start: int, size: int) -> tuple[int, int]:
 def _map(size: int, *, writable: bool, at: int = 0) -> int:
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | (_FIXED if at else 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE | (_FIXED if at else 0)
     access = mmap.PROT_READ | mmap.PROT_WRITE if writable else 0
     address: int | None = library.mmap(
         ctypes.c_void_p(at),

@@ -65,7 +65,7 @@ class Preprocessed:
             if text.lstrip().startswith("#"):
                 self._directive(text.lstrip()[1:].strip(), line)
             elif all(self._taken):
-                found += (Word(word, line) for word in _split(text))
+                found += _numbered(text, line)
         self.words = tuple(found)
 
     def _directive(self, text: str, line: int) -> None:
@@ -133,6 +133,11 @@ def expand(
 @lru_cache(maxsize=8192)
 def _split(text: str) -> tuple[str, ...]:
     return tuple(_WORD.findall(text))
+
+
+@lru_cache(maxsize=8192)
+def _numbered(text: str, line: int) -> tuple[Word, ...]:
+    return tuple(Word(word, line) for word in _split(text))
 
 
 def _lines(source: str) -> Iterator[tuple[int, str]]:

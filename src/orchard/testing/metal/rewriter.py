@@ -91,6 +91,8 @@ class Kernel:
             f" ::emu::invoke<{codes}>(&{self.call}, {{buffers, builtins}}); }}"
             ' extern "C" __attribute__((visibility("default"))) emu_u32 emu_limit() {'
             f" return {limit}; }}"
+            ' extern "C" __attribute__((visibility("default"))) int emu_scalar(int buffer) {'
+            f" return ::emu::scalar<{codes}>(&{self.call}, buffer); }}"
         )
 
 
@@ -365,7 +367,8 @@ class Source:
     def _move_variables(self) -> None:
         order = {name: number for number, (_, _, name) in enumerate(self._bodies)}
         for number, word in enumerate(self.words):
-            if word != "threadgroup" or self._word(number - 1) not in ("{", "}", ";", ")", ":"):
+            first = self._aligned(number)
+            if word != "threadgroup" or self._word(first - 1) not in ("{", "}", ";", ")", ":"):
                 continue
             stop = number
             while self.words[stop] != ";":
@@ -378,13 +381,24 @@ class Source:
                 raise RewriteError(
                     "threadgroup variables belong in a kernel's body", self.where(number)
                 )
-            self._move(number, stop, self._functions[owner], order[owner])
+            alignment = self._joined(first + 1, number)
+            for index in range(first, number):
+                self.replaced[index] = ""
+            self._move(number, stop, alignment, self._functions[owner], order[owner])
         for name, kernel in self.kernels.items():
             function = kernel.call.split("<")[0].strip()
             variables = tuple(self._functions[function].variables)
             self.kernels[name] = Kernel(
                 name, kernel.call, kernel.codes, kernel.limit, kernel.at, variables
             )
+
+    def _aligned(self, number: int) -> int:
+        """Where the alignas(...) in front of `number` begins, or `number` itself."""
+        if self._word(number - 1) == ")":
+            opening = self._matching.get(number - 1, 0)
+            if self._word(opening - 1) == "alignas":
+                return opening - 1
+        return number
 
     def _inside(self, start: int, stop: int) -> set[str]:
         """Marks that only stand within brackets of a declaration: sizes, template arguments."""
@@ -401,7 +415,9 @@ class Source:
             number += 1
         return {"*", "&", "="} - outside
 
-    def _move(self, start: int, stop: int, owner: _Definition, ordinal: int) -> None:
+    def _move(
+        self, start: int, stop: int, alignment: str, owner: _Definition, ordinal: int
+    ) -> None:
         # `threadgroup T a[N][M], b;`: the name of a declarator is the last word before [ , or ;
         number, names = start + 1, []
         while number < stop:
@@ -430,7 +446,7 @@ class Source:
             alias = f"emu_type_{word}_{slot}"
             out.append(
                 f"using {alias} = {kind} {sizes}; threadgroup {alias}& {word}"
-                f" = ::emu::array<{alias}, {number}>()"
+                f" = ::emu::array<{alias}, {number}, {alignment or '1'}>()"
             )
         for number in range(start, stop):
             self.replaced[number] = ""

@@ -10,7 +10,7 @@ enum {
   SIMDGROUPS = 32,
   BUFFERS = 31,
   SLOTS = 64,
-  SLOT_BITS = 31,
+  SLOT_BITS = 37,
   ARRAYS = 64,
   ARRAY_BITS = 16,
 };

@@ -218,20 +218,20 @@ struct innermost {
 template <class T, unsigned long N>
 struct innermost<T[N]> : innermost<T> {};
 
-template <class T, unsigned Slot>
+template <class T, unsigned Slot, unsigned Align>
 struct declared {
 #ifdef __APPLE__
   __attribute__((section("__DATA,emu_arrays"), used))
 #else
   __attribute__((section("emu_arrays"), used))
 #endif
-  static constexpr emu_array_info info = {Slot, sizeof(T), alignof(T),
+  static constexpr emu_array_info info = {Slot, sizeof(T), Align > alignof(T) ? Align : alignof(T),
                                           sizeof(typename innermost<T>::type)};
 };
 
-template <class T, unsigned Slot>
+template <class T, unsigned Slot, unsigned Align>
 METAL_FUNC threadgroup T &array() {
-  (void)&declared<T, Slot>::info;
+  (void)&declared<T, Slot, Align>::info;
   return *(threadgroup T *)(unsigned long)emu_array(Slot);
 }
 
@@ -241,8 +241,21 @@ struct launch {
   const emu_u32 (*builtins)[3];
 };
 
+// Bytes of a number, negative if it is floating; 0 for what is not made of one kind of number.
+template <class T>
+constexpr int scalar_of() {
+  using E = ::metal::remove_cv_t<typename shape<::metal::remove_cv_t<T>>::element>;
+  if constexpr (::metal::is_floating_point<E>::value)
+    return -int(sizeof(E));
+  else if constexpr (::metal::is_integral<E>::value)
+    return int(sizeof(E));
+  else
+    return 0;
+}
+
 template <class P>
 struct parameter {
+  static constexpr int scalar = 0;
   static P get(launch from, int code) {
     const emu_u32 *v = from.builtins[-1 - code];
     constexpr int size = shape<P>::size;
@@ -257,12 +270,14 @@ struct parameter {
 #define EMU_PARAMETER(space)                               \
   template <class T>                                       \
   struct parameter<space T *> {                            \
+    static constexpr int scalar = scalar_of<T>();          \
     static space T *get(launch from, int code) {           \
       return (space T *)(unsigned long)from.buffers[code]; \
     }                                                      \
   };                                                       \
   template <class T>                                       \
   struct parameter<space T &> {                            \
+    static constexpr int scalar = scalar_of<T>();          \
     static space T &get(launch from, int code) {           \
       emu_require(from.buffers[code], sizeof(T));          \
       return *parameter<space T *>::get(from, code);       \
@@ -276,6 +291,14 @@ EMU_PARAMETER(constant)
 template <int... Codes, class... P>
 METAL_FUNC void invoke(void (*f)(P...), launch from) {
   f(parameter<P>::get(from, Codes)...);
+}
+
+// What a kernel's buffer is an array of, as scalar_of says it.
+template <int... Codes, class... P>
+constexpr int scalar(void (*)(P...), int buffer) {
+  int found = 0;
+  ((found = Codes == buffer ? parameter<P>::scalar : found), ...);
+  return found;
 }
 }  // namespace emu
 
@@ -347,7 +370,7 @@ EMU_UNARY(log, __builtin_logf(x))
 EMU_UNARY(log2, __builtin_log2f(x))
 EMU_UNARY(log10, __builtin_log10f(x))
 EMU_UNARY(sqrt, __builtin_sqrtf(x))
-EMU_UNARY(rsqrt, 1.0f / __builtin_sqrtf(x))
+EMU_UNARY(rsqrt, float(1.0 / __builtin_sqrt(double(x))))
 EMU_UNARY(sin, __builtin_sinf(x))
 EMU_UNARY(cos, __builtin_cosf(x))
 EMU_UNARY(tan, __builtin_tanf(x))
@@ -365,9 +388,9 @@ EMU_UNARY(ceil, __builtin_ceilf(x))
 EMU_UNARY(round, __builtin_roundf(x))
 EMU_UNARY(rint, __builtin_rintf(x))
 EMU_UNARY(trunc, __builtin_truncf(x))
-EMU_UNARY(fract, x - __builtin_floorf(x))
+EMU_UNARY(fract, x - __builtin_floorf(x) >= 1.0f ? 0x1.fffffep-1f : x - __builtin_floorf(x))
 EMU_UNARY(fabs, __builtin_fabsf(x))
-EMU_UNARY(sign, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : 0.0f * x)
+EMU_UNARY(sign, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x == 0.0f ? x : 0.0f)
 EMU_UNARY(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f))
 
 #define EMU_TEST_AS(T, name, expression) \

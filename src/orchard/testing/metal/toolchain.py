@@ -46,7 +46,10 @@ _PREPROCESS_FLAGS = shlex.split(
     " -D__METAL__ -D__METAL_MACOS__ -D__METAL_VERSION__=400"
 )
 _MODE_FLAGS: dict[Mode, list[str]] = {
-    "checked": ["-fsanitize-coverage=func,trace-loads,trace-stores"],
+    "checked": [
+        "-fsanitize-coverage=func,trace-loads,trace-stores",
+        "-ftrivial-auto-var-init=pattern",  # NaN in registers that nothing was written to
+    ],
     "fast": [],
     "flat": [
         "-DEMU_FLAT",

@@ -2,14 +2,20 @@
 // give the same bits: one kernel holds rows and passes over keys, another does the reverse.
 #include "common.h"
 
-// For each row its lse in the units of scores and the sum of grad_out * out, less grad_lse. A row
-// with nothing to attend to has an lse of +infinity: every weight in it is zero.
+// What the gradients of a row are made from. The probability of a score is exp2(score - shift) *
+// norm; delta is the sum of grad_out * out, less grad_lse.
+struct Row {
+  float shift;  // infinite in a row with nothing to attend to: every probability is zero
+  float norm;
+  float delta;
+};
+
+// For each row its lse in the units of scores as the shift, and its delta.
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void attention_rows(
     const device T* out [[buffer(0)]], const device float* lse [[buffer(1)]],
     const device T* grad_out [[buffer(2)]], const device float* grad_lse [[buffer(3)]],
-    device float* row_lse [[buffer(4)]], device float* row_delta [[buffer(5)]],
-    constant long* p [[buffer(6)]], uint3 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
+    device Row* rows [[buffer(4)]], constant long* p [[buffer(5)]],
+    uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   const int batch = int(group.z), head = int(group.y);
   const int row = int(group.x) * SIMDGROUPS + int(simdgroup);
@@ -33,38 +39,117 @@
   const float in_units = total * LOG2_E;
 #endif
   const long place = (batch * p[HEADS] + head) * p[ROWS] + row;
-  row_lse[place] = empty ? INFINITY : in_units;
-  row_delta[place] = empty ? 0.0f : delta;
+  rows[place].shift = empty ? INFINITY : in_units;
+  rows[place].norm = 1.0f;
+  rows[place].delta = empty ? 0.0f : delta;
 }
 
-// The rows of a simdgroup, and what the lane's own one needs.
-struct Rows {
-  int first;
-  int own;
-  float lse;
-  float delta;
-};
+// Past this size lse has too few digits left to rebuild a probability from: a row whose every mask
+// is -1e9 has lse -1e9, whatever the number of its keys. Such a row goes through its keys again.
+#define COARSE (NATURAL ? 128.0f : 128.0f * LOG2_E)
+
+METAL_FUNC bool is_coarse(float shift) {
+  return abs(shift) > COARSE && shift != INFINITY;
+}
+
+// The shift and the norm of coarse rows, from the scores that the gradients will be made from: to
+// the last bit, for where scores are large their last bits decide.
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void attention_coarse_rows(
+    const device T* query [[buffer(0)]], const device T* key [[buffer(1)]],
+    const device MASK_TYPE* mask [[buffer(2)]], device Row* rows [[buffer(3)]],
+    constant long* p [[buffer(4)]], constant float* f [[buffer(5)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  threadgroup T4 key_memory[TILE(HEAD_LD)];
+  threadgroup T* key_tile = tile_in(key_memory);
+  const int batch = int(group.z), head = int(group.y), length = int(p[ROWS]);
+  const int block_row = row_block_of(group.x, p) * RESIDENT;
+  rows += (batch * p[HEADS] + head) * p[ROWS];
+  // Every simdgroup looks at every row of the threadgroup, so that all of them leave or stay.
+  bool needed = false;
+  for (int i = block_row + int(lane); i < min(block_row + RESIDENT, length); i += 32) {
+    needed = needed || is_coarse(rows[i].shift);
+  }
+  if (!simd_any(needed)) return;
+
+  const int first_row = block_row + int(simdgroup) * 8;
+  const short2 at = place_of(lane);
+  const int row = first_row + at.y;
+  const bool coarse = row < length && is_coarse(rows[row].shift);
+  const bool idle = !simd_any(coarse);
+  query += plane(p + QUERY_STRIDES, batch, head) + row * p[QUERY_STRIDES + 2];
+  key += plane(p + KEY_STRIDES, batch, head / int(p[GROUP]));
+#if MASK
+  mask += plane(p + MASK_STRIDES, batch, head);
+#endif
+  T2 q[HEAD_FRAGMENTS];
+  UNROLL
+  for (int d = 0; d < HEAD_FRAGMENTS; d++) {
+    q[d] = load_pair<HEAD_DIM>(query, 8 * d + at.x, p[QUERY_STRIDES + 3], row < length);
+  }
+  Softmax softmax;
+  softmax.top = -INFINITY;
+  softmax.total = 0.0f;
+
+  const int2 range = keys_of(block_row, min(block_row + RESIDENT, length) - 1, p);
+  const int begin = range.x / BLOCK * BLOCK;
+  for (int start = begin; start < range.y; start += BLOCK) {
+    if (start > begin) threadgroup_barrier(mem_flags::mem_threadgroup);
+    load_block<HEAD_DIM, HEAD_LD>(key_tile, key, p + KEY_STRIDES, start, int(p[KEYS]),
+                                  thread_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (idle) continue;
+    const bool edge =
+        !all_seen(int2(first_row, first_row + 7), int2(start, start + BLOCK - 1), p);
+    float2 scores[BLOCK_FRAGMENTS];
+    scores_of(scores, q, key_tile, first_row, start, at, edge, mask, p, f);
+    weigh(scores, softmax);
+  }
+
+  const float total = row_sum(softmax.total);
+  if (at.x != 0 || !coarse || !(total > 0.0f)) return;
+  rows[row].shift = softmax.top;
+  rows[row].norm = 1.0f / total;
+}
+
+// No score is above its row's highest one, whatever the last bits of an lse; NaN stays NaN.
+METAL_FUNC float probability_of(float score, float shift, float norm) {
+  return weight(score > shift ? shift : score, shift) * norm;
+}
+
+// A row of a head; one past its end is empty.
+METAL_FUNC Row row_of(const device Row* rows, int batch, int head, int row, constant long* p) {
+  const bool valid = row < int(p[ROWS]);
+  rows += (batch * p[HEADS] + head) * p[ROWS];
+  Row found;
+  found.shift = valid ? rows[row].shift : INFINITY;
+  found.norm = valid ? rows[row].norm : 1.0f;
+  found.delta = valid ? rows[row].delta : 0.0f;
+  return found;
+}
 
 // The gradient of eight rows' scores by eight keys, from the products q k and grad_out v.
 // `slope` is the derivative of softcap, which the mask's gradient does without.
-METAL_FUNC float2 grad_of_scores(float2 product, float2 by_p, uint word, thread const Rows& rows,
-                                 int column, bool edge, const device MASK_TYPE* mask,
+METAL_FUNC float2 grad_of_scores(float2 product, float2 by_p, uint word, thread const Row& held,
+                                 int row, int column, bool edge, const device MASK_TYPE* mask,
                                  constant long* p, constant float* f, thread float2& slope) {
   float bent_x = 1.0f, bent_y = 1.0f;
-  float2 score = float2(score_of(product.x, rows.own, column, mask, p, f, bent_x),
-                        score_of(product.y, rows.own, column + 1, mask, p, f, bent_y));
+  float2 score = float2(score_of(product.x, row, column, mask, p, f, bent_x),
+                        score_of(product.y, row, column + 1, mask, p, f, bent_y));
   if (edge) {
-    if (is_hidden(rows.own, column, p)) score.x = -INFINITY;
-    if (is_hidden(rows.own, column + 1, p)) score.y = -INFINITY;
+    if (is_hidden(row, column, p)) score.x = -INFINITY;
+    if (is_hidden(row, column + 1, p)) score.y = -INFINITY;
   }
   slope = float2(bent_x, bent_y);
 #if DROPOUT
   by_p.x = (word & 0xFFFFu) < uint(p[THRESHOLD]) ? 0.0f : by_p.x * f[KEEP_SCALE];
   by_p.y = (word >> 16) < uint(p[THRESHOLD]) ? 0.0f : by_p.y * f[KEEP_SCALE];
 #endif
-  const float2 grad = float2(weight(score.x, rows.lse) * (by_p.x - rows.delta),
-                             weight(score.y, rows.lse) * (by_p.y - rows.delta));
-  return rows.lse == INFINITY ? float2(0.0f) : grad;  // values that are not finite, too
+  const float2 probability = float2(probability_of(score.x, held.shift, held.norm),
+                                    probability_of(score.y, held.shift, held.norm));
+  const float2 grad = probability * (by_p - held.delta);
+  return held.shift == INFINITY ? float2(0.0f) : grad;  // values that are not finite, too
 }
 
 // q k and grad_out v for eight rows in registers and the j-th eight keys of the tiles.
@@ -88,15 +173,16 @@ METAL_FUNC void two_products(thread const T2* q, thread const T2* g, const threa
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void attention_grad_query(
     const device T* query [[buffer(0)]], const device T* key [[buffer(1)]],
     const device T* value [[buffer(2)]], const device T* grad_out [[buffer(3)]],
-    const device float* row_lse [[buffer(4)]], const device float* row_delta [[buffer(5)]],
-    device T* grad_query [[buffer(6)]], const device MASK_TYPE* mask [[buffer(7)]],
-    device MASK_TYPE* grad_mask [[buffer(8)]], const device int* seed [[buffer(9)]],
-    constant long* p [[buffer(10)]], constant float* f [[buffer(11)]],
-    uint3 group [[threadgroup_position_in_grid]],
+    const device Row* rows [[buffer(4)]], device T* grad_query [[buffer(5)]],
+    const device MASK_TYPE* mask [[buffer(6)]], device MASK_TYPE* grad_mask [[buffer(7)]],
+    const device int* seed [[buffer(8)]], constant long* p [[buffer(9)]],
+    constant float* f [[buffer(10)]], uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  threadgroup T key_tile[BLOCK * HEAD_LD];
-  threadgroup T value_tile[BLOCK * VALUE_LD];
+  threadgroup T4 key_memory[TILE(HEAD_LD)];
+  threadgroup T4 value_memory[TILE(VALUE_LD)];
+  threadgroup T* key_tile = tile_in(key_memory);
+  threadgroup T* value_tile = tile_in(value_memory);
 #if DROPOUT
   threadgroup uint drawn[SIMDGROUPS * 32 * 4];
   threadgroup uint* words = drawn + simdgroup * 32 * 4;
@@ -104,23 +190,19 @@ METAL_FUNC void two_products(thread const T2* q, thread const T2* g, const threa
   const int batch = int(group.z), head = int(group.y), length = int(p[ROWS]);
   const int block_row = row_block_of(group.x, p) * RESIDENT;
   const short2 at = place_of(lane);
-  Rows rows;
-  rows.first = block_row + int(simdgroup) * 8;
-  rows.own = rows.first + at.y;
-  const bool valid = rows.own < length;
-  const long place = (batch * p[HEADS] + head) * p[ROWS] + rows.own;
-  rows.lse = valid ? row_lse[place] : INFINITY;
-  rows.delta = valid ? row_delta[place] : 0.0f;
+  const int first_row = block_row + int(simdgroup) * 8, row = first_row + at.y;
+  const bool valid = row < length;
+  const Row held = row_of(rows, batch, head, row, p);
   const int kv_head = head / int(p[GROUP]);
-  query += plane(p + QUERY_STRIDES, batch, head) + rows.own * p[QUERY_STRIDES + 2];
-  grad_out += plane(p + GRAD_OUT_STRIDES, batch, head) + rows.own * p[GRAD_OUT_STRIDES + 2];
+  query += plane(p + QUERY_STRIDES, batch, head) + row * p[QUERY_STRIDES + 2];
+  grad_out += plane(p + GRAD_OUT_STRIDES, batch, head) + row * p[GRAD_OUT_STRIDES + 2];
   key += plane(p + KEY_STRIDES, batch, kv_head);
   value += plane(p + VALUE_STRIDES, batch, kv_head);
 #if MASK
   mask += plane(p + MASK_STRIDES, batch, head);
 #endif
 #if GRAD_MASK
-  grad_mask += plane(p + GRAD_MASK_STRIDES, batch, head) + rows.own * p[GRAD_MASK_STRIDES + 2];
+  grad_mask += plane(p + GRAD_MASK_STRIDES, batch, head) + row * p[GRAD_MASK_STRIDES + 2];
 #endif
 
   T2 q[HEAD_FRAGMENTS], g[VALUE_FRAGMENTS];
@@ -136,21 +218,21 @@ METAL_FUNC void two_products(thread const T2* q, thread const T2* g, const threa
   }
 
   const int2 range = keys_of(block_row, min(block_row + RESIDENT, length) - 1, p);
-  const int2 own = keys_of(rows.first, min(rows.first + 8, length) - 1, p);
+  const int2 own = keys_of(first_row, min(first_row + 8, length) - 1, p);
   const int begin = range.x / BLOCK * BLOCK;
   for (int start = begin; start < range.y; start += BLOCK) {
     if (start > begin) threadgroup_barrier(mem_flags::mem_threadgroup);
     load_keys(key_tile, value_tile, key, value, start, p, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (rows.first >= length || start >= own.y || start + BLOCK <= own.x) continue;
+    if (first_row >= length || start >= own.y || start + BLOCK <= own.x) continue;
     const bool edge =
-        !all_seen(int2(rows.first, rows.first + 7), int2(start, start + BLOCK - 1), p);
+        !all_seen(int2(first_row, first_row + 7), int2(start, start + BLOCK - 1), p);
 #if DROPOUT
-    draw_rows(words, lane, start, rows.first, batch * int(p[HEADS]) + head, seed);
+    draw_rows(words, lane, start, first_row, batch * int(p[HEADS]) + head, seed);
 #endif
     UNROLL
     for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
-      if (edge && none_seen(rows.first, start + 8 * j, p)) continue;
+      if (edge && none_seen(first_row, start + 8 * j, p)) continue;
       const int column = start + 8 * j + at.x;
       float2 product, by_p, slope;
       two_products(q, g, key_tile, value_tile, j, at, product, by_p);
@@ -159,7 +241,7 @@ METAL_FUNC void two_products(thread const T2* q, thread const T2* g, const threa
       word = words[(8 * j + at.y) * 4 + at.x / 2];
 #endif
       const float2 grad =
-          grad_of_scores(product, by_p, word, rows, column, edge, mask, p, f, slope);
+          grad_of_scores(product, by_p, word, held, row, column, edge, mask, p, f, slope);
 #if GRAD_MASK
       if (valid && column < p[KEYS]) {
         grad_mask[column * p[GRAD_MASK_STRIDES + 3]] = MASK_TYPE(grad.x);
@@ -178,7 +260,7 @@ METAL_FUNC void two_products(thread const T2* q, thread const T2* g, const threa
   }
 
   if (!valid) return;
-  grad_query += plane(p + GRAD_QUERY_STRIDES, batch, head) + rows.own * p[GRAD_QUERY_STRIDES + 2];
+  grad_query += plane(p + GRAD_QUERY_STRIDES, batch, head) + row * p[GRAD_QUERY_STRIDES + 2];
   UNROLL
   for (int d = 0; d < HEAD_FRAGMENTS; d++) {
     store_pair<HEAD_DIM>(grad_query, 8 * d + at.x, p[GRAD_QUERY_STRIDES + 3],
@@ -191,16 +273,18 @@ METAL_FUNC void two_products(thread const T2* q, thread const T2* g, const threa
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void attention_grad_key_value(
     const device T* query [[buffer(0)]], const device T* key [[buffer(1)]],
     const device T* value [[buffer(2)]], const device T* grad_out [[buffer(3)]],
-    const device float* row_lse [[buffer(4)]], const device float* row_delta [[buffer(5)]],
-    device T* grad_key [[buffer(6)]], device T* grad_value [[buffer(7)]],
-    const device MASK_TYPE* mask [[buffer(8)]], const device int* seed [[buffer(9)]],
-    constant long* p [[buffer(10)]], constant float* f [[buffer(11)]],
-    uint3 group [[threadgroup_position_in_grid]],
+    const device Row* rows [[buffer(4)]], device T* grad_key [[buffer(5)]],
+    device T* grad_value [[buffer(6)]], const device MASK_TYPE* mask [[buffer(7)]],
+    const device int* seed [[buffer(8)]], constant long* p [[buffer(9)]],
+    constant float* f [[buffer(10)]], uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  threadgroup T query_tile[BLOCK * HEAD_LD];
-  threadgroup T grad_tile[BLOCK * VALUE_LD];
-  threadgroup float lse_tile[BLOCK];
+  threadgroup T4 query_memory[TILE(HEAD_LD)];
+  threadgroup T4 grad_memory[TILE(VALUE_LD)];
+  threadgroup T* query_tile = tile_in(query_memory);
+  threadgroup T* grad_tile = tile_in(grad_memory);
+  threadgroup float shift_tile[BLOCK];
+  threadgroup float norm_tile[BLOCK];
   threadgroup float delta_tile[BLOCK];
 #if DROPOUT
   threadgroup uint drawn[SIMDGROUPS * 32 * 4];
@@ -244,25 +328,23 @@ METAL_FUNC void two_products(thread const T2* q, thread const T2* g, const threa
       if (!first) threadgroup_barrier(mem_flags::mem_threadgroup);
       first = false;
       const int left = int(p[ROWS]) - start;
-      load_tile<BLOCK, HEAD_DIM, HEAD_LD>(query_tile, queries + start * p[QUERY_STRIDES + 2],
-                                          p[QUERY_STRIDES + 2], p[QUERY_STRIDES + 3], left,
-                                          int(thread_index));
-      load_tile<BLOCK, VALUE_DIM, VALUE_LD>(grad_tile, grads + start * p[GRAD_OUT_STRIDES + 2],
-                                            p[GRAD_OUT_STRIDES + 2], p[GRAD_OUT_STRIDES + 3],
-                                            left, int(thread_index));
+      load_block<HEAD_DIM, HEAD_LD>(query_tile, queries, p + QUERY_STRIDES, start, int(p[ROWS]),
+                                    thread_index);
+      load_block<VALUE_DIM, VALUE_LD>(grad_tile, grads, p + GRAD_OUT_STRIDES, start, int(p[ROWS]),
+                                      thread_index);
       if (int(thread_index) < BLOCK) {
-        const bool there = int(thread_index) < left;
-        const long place = heads_before * p[ROWS] + start + int(thread_index);
-        lse_tile[thread_index] = there ? row_lse[place] : INFINITY;
-        delta_tile[thread_index] = there ? row_delta[place] : 0.0f;
+        const Row row = row_of(rows, batch, head, start + int(thread_index), p);
+        shift_tile[thread_index] = row.shift;
+        norm_tile[thread_index] = row.norm;
+        delta_tile[thread_index] = row.delta;
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
 
       // What arrives at a row that attends to nothing may be anything; it does not pass on.
-      const bool empty = int(lane) < min(BLOCK, left) && lse_tile[lane % BLOCK] == INFINITY;
+      const bool empty = int(lane) < min(BLOCK, left) && shift_tile[lane % BLOCK] == INFINITY;
       if (simd_any(empty)) {
         for (int i = int(thread_index); i < BLOCK * VALUE_LD; i += THREADS) {
-          if (lse_tile[i / VALUE_LD] == INFINITY) grad_tile[i] = T(0);
+          if (shift_tile[i / VALUE_LD] == INFINITY) grad_tile[i] = T(0);
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
@@ -298,7 +380,8 @@ METAL_FUNC void two_products(thread const T2* q, thread const T2* g, const threa
           if (is_hidden(row + 1, own_key, p)) score.y = -INFINITY;
         }
         const float2 probability =
-            float2(weight(score.x, lse_tile[column]), weight(score.y, lse_tile[column + 1]));
+            float2(probability_of(score.x, shift_tile[column], norm_tile[column]),
+                   probability_of(score.y, shift_tile[column + 1], norm_tile[column + 1]));
         float2 kept = probability;
 #if DROPOUT
         const uint shift = 16 * (at.y % 2);
@@ -345,14 +428,16 @@ METAL_FUNC void two_products(thread const T2* q, thread const T2* g, const threa
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void attention_grad_mask(
     const device T* query [[buffer(0)]], const device T* key [[buffer(1)]],
     const device T* value [[buffer(2)]], const device T* grad_out [[buffer(3)]],
-    const device float* row_lse [[buffer(4)]], const device float* row_delta [[buffer(5)]],
-    device float* sums [[buffer(6)]], const device MASK_TYPE* mask [[buffer(7)]],
-    const device int* seed [[buffer(8)]], constant long* p [[buffer(9)]],
-    constant float* f [[buffer(10)]], uint3 group [[threadgroup_position_in_grid]],
+    const device Row* rows [[buffer(4)]], device float* sums [[buffer(5)]],
+    const device MASK_TYPE* mask [[buffer(6)]], const device int* seed [[buffer(7)]],
+    constant long* p [[buffer(8)]], constant float* f [[buffer(9)]],
+    uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  threadgroup T key_tile[BLOCK * HEAD_LD];
-  threadgroup T value_tile[BLOCK * VALUE_LD];
+  threadgroup T4 key_memory[TILE(HEAD_LD)];
+  threadgroup T4 value_memory[TILE(VALUE_LD)];
+  threadgroup T* key_tile = tile_in(key_memory);
+  threadgroup T* value_tile = tile_in(value_memory);
   threadgroup float folded[SIMDGROUPS * BLOCK];
 #if DROPOUT
   threadgroup uint drawn[SIMDGROUPS * 32 * 4];
@@ -377,17 +462,13 @@ METAL_FUNC void two_products(thread const T2* q, thread const T2* g, const threa
       const device T* values_here = value + plane(p + VALUE_STRIDES, batch, kv_head);
       const device MASK_TYPE* head_mask = mask + plane(p + MASK_STRIDES, batch, head);
       for (int row_block = own_row_block; row_block < row_blocks; row_block += row_step) {
-        Rows rows;
-        rows.first = row_block * RESIDENT + int(simdgroup) * 8;
-        rows.own = rows.first + at.y;
-        const bool valid = rows.own < length;
-        const long place = (batch * p[HEADS] + head) * p[ROWS] + rows.own;
-        rows.lse = valid ? row_lse[place] : INFINITY;
-        rows.delta = valid ? row_delta[place] : 0.0f;
+        const int first_row = row_block * RESIDENT + int(simdgroup) * 8, row = first_row + at.y;
+        const bool valid = row < length;
+        const Row held = row_of(rows, batch, head, row, p);
         const device T* queries =
-            query + plane(p + QUERY_STRIDES, batch, head) + rows.own * p[QUERY_STRIDES + 2];
+            query + plane(p + QUERY_STRIDES, batch, head) + row * p[QUERY_STRIDES + 2];
         const device T* grads = grad_out + plane(p + GRAD_OUT_STRIDES, batch, head) +
-                                rows.own * p[GRAD_OUT_STRIDES + 2];
+                                row * p[GRAD_OUT_STRIDES + 2];
         T2 q[HEAD_FRAGMENTS], g[VALUE_FRAGMENTS];
         UNROLL
         for (int d = 0; d < HEAD_FRAGMENTS; d++) {
@@ -407,20 +488,20 @@ METAL_FUNC void two_products(thread const T2* q, thread const T2* g, const threa
           load_keys(key_tile, value_tile, keys_here, values_here, start, p, thread_index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
           const bool edge =
-              !all_seen(int2(rows.first, rows.first + 7), int2(start, start + BLOCK - 1), p);
+              !all_seen(int2(first_row, first_row + 7), int2(start, start + BLOCK - 1), p);
 #if DROPOUT
-          draw_rows(words, lane, start, rows.first, batch * int(p[HEADS]) + head, seed);
+          draw_rows(words, lane, start, first_row, batch * int(p[HEADS]) + head, seed);
 #endif
           UNROLL
           for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
-            if (edge && none_seen(rows.first, start + 8 * j, p)) continue;
+            if (edge && none_seen(first_row, start + 8 * j, p)) continue;
             float2 product, by_p, slope;
             two_products(q, g, key_tile, value_tile, j, at, product, by_p);
             uint word = 0;
 #if DROPOUT
             word = words[(8 * j + at.y) * 4 + at.x / 2];
 #endif
-            sum[j] += grad_of_scores(product, by_p, word, rows, start + 8 * j + at.x, edge,
+            sum[j] += grad_of_scores(product, by_p, word, held, row, start + 8 * j + at.x, edge,
                                      head_mask, p, f, slope);
           }
         }

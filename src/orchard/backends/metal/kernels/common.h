@@ -6,7 +6,6 @@ typedef vec<T, 2> T2;
 typedef vec<T, 4> T4;
 
 #define UNROLL _Pragma("clang loop unroll(full)")
-#define SIMDGROUPS 4
 #define THREADS (32 * SIMDGROUPS)
 #define RESIDENT (8 * SIMDGROUPS)  // rows (or keys) that a threadgroup holds in registers
 #define FRAGMENTS(size) ((size) > 0 ? ((size) + 7) / 8 : 1)
@@ -16,6 +15,7 @@ typedef vec<T, 4> T4;
 #define PADDING (16 / int(sizeof(T)))  // spreads the rows of a tile over the memory banks
 #define HEAD_LD (8 * HEAD_FRAGMENTS + PADDING)
 #define VALUE_LD (8 * VALUE_FRAGMENTS + PADDING)
+#define TILE(LD) (BLOCK * (LD) / 4)  // in T4: a tile is written four at a time, and aligned for it
 
 // Scores are kept in units of log 2, so that exp2 needs no factor. Not so where a mask is added:
 // the lowest number of fp32 is a usual mask, and times log2(e) it would be infinite.
@@ -76,6 +76,10 @@ METAL_FUNC float column_sum(float x) {
   return x + simd_shuffle_xor(x, ushort(16));
 }
 
+METAL_FUNC threadgroup T* tile_in(threadgroup T4* memory) {
+  return reinterpret_cast<threadgroup T*>(memory);
+}
+
 // Rows of a tensor as a tile of LENGTH rows; what lies past the end of it is zero.
 template <int LENGTH, int WIDTH, int LD>
 METAL_FUNC void load_tile(threadgroup T* tile, const device T* source, long row_stride,
@@ -106,16 +110,20 @@ METAL_FUNC void load_tile(threadgroup T* tile, const device T* source, long row_
   }
 }
 
+// The block of a head's rows from `start` on, of `length` in all.
+template <int WIDTH, int LD>
+METAL_FUNC void load_block(threadgroup T* tile, const device T* source, constant long* strides,
+                           int start, int length, uint thread_index) {
+  load_tile<BLOCK, WIDTH, LD>(tile, source + start * strides[2], strides[2], strides[3],
+                              length - start, int(thread_index));
+}
+
 // The block of keys from `start` on, and their values.
 METAL_FUNC void load_keys(threadgroup T* key_tile, threadgroup T* value_tile, const device T* key,
                           const device T* value, int start, constant long* p, uint thread_index) {
-  const int left = int(p[KEYS]) - start;
-  load_tile<BLOCK, HEAD_DIM, HEAD_LD>(key_tile, key + start * p[KEY_STRIDES + 2],
-                                      p[KEY_STRIDES + 2], p[KEY_STRIDES + 3], left,
-                                      int(thread_index));
-  load_tile<BLOCK, VALUE_DIM, VALUE_LD>(value_tile, value + start * p[VALUE_STRIDES + 2],
-                                        p[VALUE_STRIDES + 2], p[VALUE_STRIDES + 3], left,
-                                        int(thread_index));
+  const int keys = int(p[KEYS]);
+  load_block<HEAD_DIM, HEAD_LD>(key_tile, key, p + KEY_STRIDES, start, keys, thread_index);
+  load_block<VALUE_DIM, VALUE_LD>(value_tile, value, p + VALUE_STRIDES, start, keys, thread_index);
 }
 
 // Two neighbours of a row, zero where there are none.
@@ -223,6 +231,62 @@ METAL_FUNC bool is_hidden(int row, int key, constant long* p) {
   if (key - row < int(p[LOW]) || key - row > int(p[HIGH])) return true;
 #endif
   return key >= int(p[KEYS]);
+}
+
+// The scores of eight rows in registers, from `first_row` on, and the keys of a tile.
+METAL_FUNC void scores_of(thread float2* scores, thread const T2* q, const threadgroup T* key_tile,
+                          int first_row, int start, short2 at, bool edge,
+                          const device MASK_TYPE* mask, constant long* p, constant float* f) {
+  UNROLL
+  for (int j = 0; j < BLOCK_FRAGMENTS; j++) scores[j] = float2(0.0f);
+  UNROLL
+  for (int d = 0; d < HEAD_FRAGMENTS; d++) {
+    const float2 left = float2(q[d]);
+    UNROLL
+    for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
+      const threadgroup T* corner = key_tile + (8 * j + at.x) * HEAD_LD + 8 * d + at.y;
+      scores[j] = multiply(left, across<HEAD_LD>(corner), scores[j]);
+    }
+  }
+  const int row = first_row + at.y;
+  float slope;
+  UNROLL
+  for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
+    const int column = start + 8 * j + at.x;
+    scores[j].x = score_of(scores[j].x, row, column, mask, p, f, slope);
+    scores[j].y = score_of(scores[j].y, row, column + 1, mask, p, f, slope);
+  }
+  if (!edge) return;
+  UNROLL
+  for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
+    const int column = start + 8 * j + at.x;
+    if (is_hidden(row, column, p)) scores[j].x = -INFINITY;
+    if (is_hidden(row, column + 1, p)) scores[j].y = -INFINITY;
+  }
+}
+
+// The highest score of a row so far, and the weights beside it of this lane's keys, added up.
+struct Softmax {
+  float top;
+  float total;
+};
+
+// Makes weights of a row's next scores; what came before them shrinks by what is returned.
+METAL_FUNC float weigh(thread float2* scores, thread Softmax& row) {
+  float next = row.top;
+  UNROLL
+  for (int j = 0; j < BLOCK_FRAGMENTS; j++) next = max(next, max(scores[j].x, scores[j].y));
+  next = row_max(next);
+  const float base = next == -INFINITY ? 0.0f : next;
+  const float shrink = weight(row.top, base);
+  row.top = next;
+  row.total *= shrink;
+  UNROLL
+  for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
+    scores[j] = float2(weight(scores[j].x, base), weight(scores[j].y, base));
+    row.total += scores[j].x + scores[j].y;
+  }
+  return shrink;
 }
 
 #if DROPOUT

@@ -10,8 +10,10 @@
     constant float* f [[buffer(8)]], uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  threadgroup T key_tile[BLOCK * HEAD_LD];
-  threadgroup T value_tile[BLOCK * VALUE_LD];
+  threadgroup T4 key_memory[TILE(HEAD_LD)];
+  threadgroup T4 value_memory[TILE(VALUE_LD)];
+  threadgroup T* key_tile = tile_in(key_memory);
+  threadgroup T* value_tile = tile_in(value_memory);
 #if DROPOUT
   threadgroup uint drawn[SIMDGROUPS * 32 * 4];
   threadgroup uint* words = drawn + simdgroup * 32 * 4;
@@ -37,7 +39,9 @@
   float2 o[VALUE_FRAGMENTS];
   UNROLL
   for (int d = 0; d < VALUE_FRAGMENTS; d++) o[d] = float2(0.0f);
-  float top = -INFINITY, total = 0.0f;  // of the row; the total of this lane's keys only
+  Softmax softmax;
+  softmax.top = -INFINITY;
+  softmax.total = 0.0f;
 
   const int2 range = keys_of(block_row, min(block_row + RESIDENT, rows) - 1, p);
   const int2 own = keys_of(first_row, min(first_row + 8, rows) - 1, p);
@@ -48,48 +52,11 @@
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (first_row >= rows || start >= own.y || start + BLOCK <= own.x) continue;
 
-    float2 s[BLOCK_FRAGMENTS];
-    UNROLL
-    for (int j = 0; j < BLOCK_FRAGMENTS; j++) s[j] = float2(0.0f);
-    UNROLL
-    for (int d = 0; d < HEAD_FRAGMENTS; d++) {
-      const float2 left = float2(q[d]);
-      UNROLL
-      for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
-        const threadgroup T* corner = key_tile + (8 * j + at.x) * HEAD_LD + 8 * d + at.y;
-        s[j] = multiply(left, across<HEAD_LD>(corner), s[j]);
-      }
-    }
-
-    float next = top, slope;
-    UNROLL
-    for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
-      const int column = start + 8 * j + at.x;
-      s[j].x = score_of(s[j].x, row, column, mask, p, f, slope);
-      s[j].y = score_of(s[j].y, row, column + 1, mask, p, f, slope);
-    }
     const bool edge =
         !all_seen(int2(first_row, first_row + 7), int2(start, start + BLOCK - 1), p);
-    if (edge) {
-      UNROLL
-      for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
-        const int column = start + 8 * j + at.x;
-        if (is_hidden(row, column, p)) s[j].x = -INFINITY;
-        if (is_hidden(row, column + 1, p)) s[j].y = -INFINITY;
-      }
-    }
-    UNROLL
-    for (int j = 0; j < BLOCK_FRAGMENTS; j++) next = max(next, max(s[j].x, s[j].y));
-    next = row_max(next);
-    const float base = next == -INFINITY ? 0.0f : next;
-    const float shrink = weight(top, base);
-    top = next;
-    total *= shrink;
-    UNROLL
-    for (int j = 0; j < BLOCK_FRAGMENTS; j++) {
-      s[j] = float2(weight(s[j].x, base), weight(s[j].y, base));
-      total += s[j].x + s[j].y;
-    }
+    float2 s[BLOCK_FRAGMENTS];
+    scores_of(s, q, key_tile, first_row, start, at, edge, mask, p, f);
+    const float shrink = weigh(s, softmax);
 #if DROPOUT
     draw_rows(words, lane, start, first_row, batch * int(p[HEADS]) + head, seed);
     UNROLL
@@ -112,7 +79,7 @@
     }
   }
 
-  total = row_sum(total);
+  const float total = row_sum(softmax.total);
   if (row >= rows) return;
   const bool empty = total == 0.0f;
   const float share = f[KEEP_SCALE] / total;
@@ -123,6 +90,6 @@
                           empty ? float2(0.0f) : o[d] * share);
   }
 #if LSE
-  if (at.x == 0) lse[(batch * p[HEADS] + head) * p[ROWS] + row] = lse_of(top, total);
+  if (at.x == 0) lse[(batch * p[HEADS] + head) * p[ROWS] + row] = lse_of(softmax.top, total);
 #endif
 }
