@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchard.backends import load
+from orchard.cli import serving_bench
 from orchard.dispatch.backend import ANY_DEVICE, Backend, Capability, dtype_name
 from orchard.testing import metal_counters, quantization_accuracy
 from orchard.testing.reason_codes import capability_codes
@@ -130,14 +131,37 @@ def targets_table(name: str, folder: Path = ROOT / "benchmarks/results") -> str:
 
 def counts_table(folder: Path = ROOT / "benchmarks/results") -> str:
     """A stored run of `orchard bench --preset metal-emulated`."""
-    stored = folder / "metal-emulated.jsonl"
-    lines = [json.loads(line) for line in stored.read_text().splitlines()]
+    lines = stored_lines("metal-emulated", folder)
     machine = lines[0]["machine"]
     parts = [f"torch {machine['torch']}, {machine['date'][:10]}:"]
-    for title, (headers, rows) in metal_counters.TABLES.items():
-        parts += ["", f"**{title}**", "", f"| {' | '.join(headers)} |", "|" + "---|" * len(headers)]
-        parts += [f"| {' | '.join(row)} |" for line in lines for row in rows(line)]
-    return "\n".join(parts)
+    return "\n".join([*parts, *titled_tables(metal_counters.TABLES, lines)])
+
+
+def serving_table(name: str, folder: Path = ROOT / "benchmarks/results") -> str:
+    """A stored run of `orchard bench --preset serving`."""
+    if not (folder / f"{name}.jsonl").exists():
+        device = "cpu" if name == "serving-cpu" else "cuda"
+        return f"Not measured yet: `orchard bench --preset serving --device {device}`."
+    lines = stored_lines(name, folder)
+    machine = lines[0]["machine"]
+    place = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
+    parts = [f"{place}, torch {machine['torch']}, {machine['date'][:10]}:"]
+    return "\n".join([*parts, *titled_tables(serving_bench.TABLES, lines)])
+
+
+def stored_lines(name: str, folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def titled_tables(tables: dict[str, Any], lines: list[dict[str, Any]]) -> list[str]:
+    """Every table with its title; those without a row are left out."""
+    parts = []
+    for title, (headers, make_rows) in tables.items():
+        if rows := [row for line in lines for row in make_rows(line)]:
+            parts += ["", f"**{title}**", ""]
+            parts += [f"| {' | '.join(headers)} |", "|" + "---|" * len(headers)]
+            parts += [f"| {' | '.join(row)} |" for row in rows]
+    return parts
 
 
 def milliseconds(side: dict[str, Any]) -> str:
@@ -149,6 +173,8 @@ GENERATED = {
     "targets-cpu": lambda: targets_table("cpu"),
     "counts-metal": counts_table,
     "accuracy-quantization": quantization_accuracy.table,
+    "serving-cpu": lambda: serving_table("serving-cpu"),
+    "serving-h200": lambda: serving_table("serving-h200"),
     "measured-h200": lambda: results_table("h200-quick"),
     "capabilities": lambda: capability_table((0, 1, 2, 3, 7, 9, 11, 13)),
     "capabilities-full": capability_table,

@@ -24,15 +24,16 @@ def test_many_threads_at_once(isa: str, torch_threads: None) -> None:
     """Each gets, to the bit, what it gets alone, whatever its thread budget."""
     cases = [
         replace(case, rows=case.rows + 5 * n if case.rows > 1 else 1, keys=case.keys + 7 * n)
-        for n in range(CALLERS // len(ASSORTED))
-        for case in ASSORTED
+        for n, case in (
+            (at // len(ASSORTED), ASSORTED[at % len(ASSORTED)]) for at in range(CALLERS)
+        )
     ]
     problems = [exercise(case) for case in cases]
     torch.set_num_threads(1)
     alone = [problem.solve() for problem in problems]
     wrong = [problem.complaints(found) for problem, found in zip(problems, alone, strict=True)]
     assert [each for each in wrong if each] == []
-    together = threading.Barrier(CALLERS)
+    together = threading.Barrier(CALLERS, timeout=60)
 
     def call(number: int) -> list[str]:
         torch.set_num_threads(1 + number % 4)

@@ -11,7 +11,7 @@ import torch
 
 import orchard
 from orchard.attention.api import attention
-from orchard.cli import bench, main
+from orchard.cli import bench, main, serving_bench
 from orchard.dispatch.planner import planner
 from orchard.testing import benchmark, metal_counters, presets, targets
 from orchard.testing.benchmark import Case
@@ -519,3 +519,102 @@ def test_counts_need_a_compiler(
     monkeypatch.setattr(toolchain, "find", find)
     assert _count(tmp_path) == 2
     assert "there is no clang" in capsys.readouterr().err
+
+
+# Serving
+
+
+@pytest.fixture
+def small_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that the goals are for, and one of each other kind, with few requests."""
+    rows = [
+        serving_bench.Clients("mlp", 32),
+        serving_bench.Clients("gpt", 2),
+        serving_bench.Lanes(3),
+        serving_bench.Overhead(),
+        serving_bench.Lone(0.0005),
+    ]
+    monkeypatch.setattr(serving_bench, "EXERCISES", tuple(rows))
+    monkeypatch.setattr(serving_bench, "BURST", 20)
+    monkeypatch.setattr(serving_bench, "QUESTIONS", 4)
+    serving_bench._prepared.cache_clear()
+
+
+def _serving(out: Path, *options: str) -> int:
+    words = ["bench", "--preset", "serving", "--device=cpu", "--seconds=0.01", f"--out={out}"]
+    return main([*words, *options])
+
+
+@pytest.mark.usefixtures("small_serving")
+def test_serving_rows_goals_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each row is stored with both sides; a table, the goals and the plot are views of it."""
+    assert _serving(tmp_path) == 0
+    lines = _stored(tmp_path, "serving")
+    assert [line["case"] for line in lines] == [
+        "mlp, 32 clients",
+        "gpt, 2 clients",
+        "attention, 3 threads",
+        "queue overhead",
+        "lone request, max_delay 0.5 ms",
+    ]
+    asked, gpt, lanes, overhead, lone = lines
+    for line, names in ((asked, ("naive", "queue")), (lanes, ("default", "lanes"))):
+        for name in names:
+            side = line[name]
+            assert side["requests"] >= line.get("clients", line.get("threads"))
+            assert side["p99"] >= side["p50"] > 0
+            assert side["throughput"]["p50"] > 0
+            assert side["wrong"] == 0
+        assert line["ratio"]["p20"] <= line["ratio"]["p50"] <= line["ratio"]["p80"]
+    assert 1 <= asked["mean_batch"] <= 32
+    assert gpt["model"] == "gpt"
+    assert overhead["overhead"]["p50"] > 0
+    assert lone["p50"] >= lone["delay"] == 0.0005
+    assert [goal["unit"] for line in lines for goal in line["goals"]] == ["x", "x", "us", "ms"]
+    for goal in (goal for line in lines for goal in line["goals"]):
+        enough = goal["found"] >= goal["limit"] if goal["at_least"] else None
+        assert goal["held"] == (goal["found"] <= goal["limit"] if enough is None else enough)
+    assert lines[0]["machine"]["device"] == "cpu"
+    out = capsys.readouterr().out
+    assert "overhead of a request" in out
+    assert "at most 60 us" in out
+    assert (tmp_path / "serving.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("small_serving")
+def test_serving_with_a_wrong_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shows no speed, holds no goal, and the command fails."""
+
+    class Faulty(serving_bench.BatchQueue):
+        def submit(self, x: torch.Tensor, **options: Any) -> Any:
+            future = super().submit(x, **options)
+            future.result().add_(1e-3)
+            return future
+
+    monkeypatch.setattr(serving_bench, "BatchQueue", Faulty)
+    assert _serving(tmp_path, "--only", "mlp, 32", "--no-plot") == 1
+    (line,) = _stored(tmp_path, "serving")
+    assert line["naive"]["wrong"] == 0
+    assert line["queue"]["wrong"] == line["queue"]["requests"] == line["wrong"]
+    assert [goal["held"] for goal in line["goals"]] == [False, False]
+    assert f"WRONG, {line['wrong']} answers" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("small_serving")
+@pytest.mark.parametrize("option", ["--backend=aten", "--dtype=float16"])
+def test_serving_has_its_own_calls(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _serving(tmp_path, option) == 2
+    assert "the preset serving has its own calls" in capsys.readouterr().err
+
+
+def test_goals_of_serving_are_the_device_s_own() -> None:
+    names = {str(exercise) for exercise in serving_bench.EXERCISES}
+    assert {str(goal.case) for goal in serving_bench.GOALS} <= names
+    line = {"case": "mlp, 64 clients", "wrong": 0, "ratio": {"p50": 9.0}}
+    assert serving_bench.goals(line, torch.device("cpu")) == []
+    (goal,) = serving_bench.goals(line, torch.device("cuda"))
+    assert (goal["found"], goal["limit"], goal["held"]) == (9.0, 10, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -14,9 +15,9 @@ pytestmark = pytest.mark.docs
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(name: str) -> str:
+def run(name: str, warnings: str = "error") -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name)], capture_output=True, text=True
+        [sys.executable, "-W", warnings, str(EXAMPLES / name)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -50,6 +51,13 @@ def test_threads_in_lanes() -> None:
 def test_queue_of_requests() -> None:
     """Every request is answered, in fewer batches than requests."""
     assert "200 answers" in run("serve_queue.py")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[serve]")
+def test_serve_ray_answers() -> None:
+    """Two replicas; Ray's own warnings are its own."""
+    assert run("serve_ray.py", warnings="ignore").splitlines()[-1].startswith("64 answers")
 
 
 def test_every_example_is_tested() -> None:

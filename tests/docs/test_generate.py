@@ -46,3 +46,42 @@ def test_targets_from_stored_lines(generate: ModuleType, tmp_path: Path) -> None
 def test_targets_that_were_not_measured(generate: ModuleType, tmp_path: Path) -> None:
     said = generate.targets_table("cpu", tmp_path)
     assert said.startswith("Not measured yet: `orchard bench --preset cpu")
+
+
+def test_serving_from_stored_lines(generate: ModuleType, tmp_path: Path) -> None:
+    """Tables without a row are left out; the machine and the date stand above."""
+    machine = {
+        "cpu": "Some CPU",
+        "gpu": None,
+        "threads": 2,
+        "torch": "2.13.0",
+        "date": "2026-01-02",
+    }
+    goal = {"goal": "cheap", "found": 50.0, "limit": 60.0, "at_least": False, "unit": "us"}
+    line = {
+        "case": "queue overhead",
+        "overhead": {"p20": 4e-5, "p50": 5e-5, "p80": 6e-5},
+        "goals": [{**goal, "held": True}],
+        "machine": machine,
+    }
+    (tmp_path / "serving-cpu.jsonl").write_text(json.dumps(line))
+    assert generate.serving_table("serving-cpu", tmp_path).splitlines() == [
+        "Some CPU, 2 threads, torch 2.13.0, 2026-01-02:",
+        "",
+        "**A queue whose function does nothing**",
+        "",
+        "| what | found |",
+        "|---|---|",
+        "| queue overhead | 50.0 us (40.0-60.0) for each request |",
+        "",
+        "**Goals**",
+        "",
+        "| goal | found | must | held |",
+        "|---|---|---|---|",
+        "| cheap | 50 us | at most 60 us | yes |",
+    ]
+
+
+def test_serving_that_was_not_measured(generate: ModuleType, tmp_path: Path) -> None:
+    said = generate.serving_table("serving-h200", tmp_path)
+    assert said == "Not measured yet: `orchard bench --preset serving --device cuda`."

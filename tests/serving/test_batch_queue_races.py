@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
 import threading
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from orchard.errors import DeadlineExceeded, QueueFull
 from orchard.serving.batch_queue import BatchQueue
 from orchard.serving.requests import AGEING
 from orchard.testing.serving_load import ManualClock, RefusedError, answer, close_under_load
+from orchard.testing.serving_programs import QUEUE_EXITS, QUEUE_FORKS, queue_program
 
 PATIENCE = 60.0
 needs_fork = pytest.mark.skipif(sys.platform == "win32", reason="needs os.fork")
@@ -220,7 +220,7 @@ def test_cancelling_races_with_running() -> None:
 def python(program: str) -> str:
     """What a fresh process prints; it must end by itself, with 0, and say nothing else."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(program)],
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=2 * PATIENCE,
@@ -229,159 +229,18 @@ def python(program: str) -> str:
     return done.stdout
 
 
-PRELUDE = """
-import os, sys, threading, time
-import torch
-from orchard.errors import ForkedProcessError, QueueClosed
-from orchard.serving.batch_queue import BatchQueue
-
-began, go = threading.Event(), threading.Event()
-
-def function(x):
-    if x[0, 0] == 7:
-        began.set()
-        go.wait(60)
-    return x * 2
-
-def row(value):
-    return torch.full((1, 2), float(value))
-"""
-
-
-def program(text: str) -> str:
-    return PRELUDE + textwrap.dedent(text)
-
-
 @needs_fork
 @pytest.mark.stress
-def test_fork_with_requests_in_flight() -> None:
-    """The child's futures end with ForkedProcessError, its calls raise it; the parent goes on."""
-    printed = python(
-        program("""
-        queue = BatchQueue(function, max_batch=1, max_pending=2)
-        held = queue.submit(row(7))
-        assert began.wait(60)
-        pending = queue.submit(row(1), deadline=600)
-        locked, unlock = threading.Event(), threading.Event()
-        def someone():  # who reads the future at the moment of the fork
-            with held._condition:
-                locked.set()
-                unlock.wait(60)
-        threading.Thread(target=someone).start()
-        assert locked.wait(60)
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            said = []
-            for future in (held, pending):
-                said.append(type(future.exception(60)).__name__)
-            for call in (lambda: queue.submit(row(1)), queue.flush, queue.stats):
-                try:
-                    call()
-                except ForkedProcessError as error:
-                    said.append("parent" if "parent" in str(error) else str(error))
-            queue.close()
-            with BatchQueue(function) as own:
-                said.append(str(own.submit(row(4)).result(60)[0, 0].item()))
-            os.write(write, " ".join(said).encode())
-            sys.exit(0)
-        unlock.set()
-        assert os.waitpid(child, 0)[1] == 0
-        print(os.read(read, 1000).decode())
-        go.set()
-        print(held.result(60)[0, 0].item(), pending.result(60)[0, 0].item())
-        print(queue.submit(row(5)).result(60)[0, 0].item())
-        queue.close()
-        """)
-    )
-    forked = "ForkedProcessError"
-    assert printed.splitlines() == [
-        f"{forked} {forked} parent parent parent 8.0",
-        "14.0 2.0",
-        "10.0",
-    ]
-
-
-@needs_fork
-@pytest.mark.stress
-def test_fork_while_locks_are_taken() -> None:
-    """Children forked at any moment of a busy queue never wait for a lock of the parent's."""
-    printed = python(
-        program("""
-        queue = BatchQueue(function, workers=2, max_delay=0)
-        stop = threading.Event()
-        def client():
-            while not stop.is_set():
-                queue.submit(row(1)).result(60)
-        threads = [threading.Thread(target=client) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for _ in range(20):
-            futures = [queue.submit(row(n)) for n in (1, 2)]
-            child = os.fork()
-            if child == 0:
-                for future in futures:
-                    error = future.exception(60)
-                    assert error is None or isinstance(error, ForkedProcessError), error
-                os._exit(0)
-            assert os.waitpid(child, 0)[1] == 0
-            assert [f.result(60)[0, 0].item() for f in futures] == [2, 4]
-        stop.set()
-        for thread in threads:
-            thread.join()
-        queue.close()
-        print("done")
-        """)
-    )
-    assert printed == "done\n"
+@pytest.mark.parametrize("name", QUEUE_FORKS)
+def test_fork(name: str) -> None:
+    """The child's futures end with ForkedProcessError and no lock hangs it; the parent goes on."""
+    body, printed = QUEUE_FORKS[name]
+    assert python(queue_program(body)) == printed
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize(
-    "ending",
-    [
-        pytest.param("", id="idle"),
-        pytest.param("queue.submit(row(7)); began.wait(60); go.set()", id="running"),
-        pytest.param("raise SystemExit(0)", id="exit"),
-    ],
-)
-def test_interpreter_exit_is_clean(ending: str) -> None:
-    """Requests that never ran get QueueClosed before the process ends, silently."""
-    printed = python(
-        program("""
-        queue = BatchQueue(function, max_delay=1000.0, workers=2)
-        future = queue.submit(row(1), deadline=1000)
-        future.add_done_callback(lambda f: print(type(f.exception()).__name__))
-        """)
-        + ending.replace("row(7)", "torch.full((40, 3), 7.0)")
-    )
-    assert printed == "QueueClosed\n"
-
-
-@pytest.mark.stress
-def test_interpreter_exit_waits_for_a_running_batch() -> None:
-    printed = python(
-        program("""
-        queue = BatchQueue(function, max_delay=0)
-        future = queue.submit(row(7))
-        future.add_done_callback(lambda f: print(f.result()[0, 0].item()))
-        began.wait(60)
-        queue.submit(row(1)).add_done_callback(lambda f: go.set())  # with QueueClosed, at exit
-        """)
-    )
-    assert printed == "14.0\n"
-
-
-@pytest.mark.stress
-def test_threads_that_outlive_the_main_thread_are_served() -> None:
-    """A thread of the program's own still gets its result while the interpreter waits for it."""
-    printed = python(
-        program("""
-        queue = BatchQueue(function, max_delay=0)
-        def late():
-            threading.main_thread().join()
-            print(queue.submit(row(3)).result(60)[0, 0].item())
-        threading.Thread(target=late).start()
-        """)
-    )
-    assert printed == "6.0\n"
+@pytest.mark.parametrize("name", QUEUE_EXITS)
+def test_interpreter_exit_is_clean(name: str) -> None:
+    """What runs is waited for, what never ran gets QueueClosed before the end, silently."""
+    body, printed = QUEUE_EXITS[name]
+    assert python(queue_program(body)) == printed

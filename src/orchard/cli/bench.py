@@ -10,7 +10,7 @@ import argparse
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +31,7 @@ Say = Callable[[str], None]
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("cpu", "cuda", "mps")
 COUNTED = "metal-emulated"
+SERVING = "serving"
 SPEED_HEADERS = ("ratio", "case", "ours, ms", "torch, ms", "served by")
 
 
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="instead of the preset's own dtypes")
     parser.add_argument(
-        "--seconds", type=_seconds, default=0.5, help="time for each row (default: 0.5)"
+        "--seconds", type=positive_seconds, default=0.5, help="time for each row (default: 0.5)"
     )
     parser.add_argument(
         "--details", action="store_true", help="with the preset cpu, tables of its cases as well"
@@ -84,7 +85,10 @@ def _presets() -> dict[str, str]:
     from orchard.testing.targets import TABLES
 
     timed = {name: preset.__doc__ or "" for name, preset in (PRESETS | TABLES).items()}
-    return timed | {COUNTED: "what the Metal kernels do, counted by the emulator, in minutes"}
+    return timed | {
+        COUNTED: "what the Metal kernels do, counted by the emulator, in minutes",
+        SERVING: "BatchQueue and StreamPool under many threads, in three minutes",
+    }
 
 
 def _backend(name: str) -> str:
@@ -112,7 +116,7 @@ def _one_of(name: str, names: tuple[str, ...]) -> str:
     return name
 
 
-def _seconds(text: str) -> float:
+def positive_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -134,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
     args.preset = args.preset_option or args.preset or "quick"
     if args.preset == COUNTED:
         return _run_counts(args)
+    if args.preset == SERVING:
+        return _run_serving(args)
     rows = _run_table(args) if args.preset in TABLES else _run_cases(args)
     wrong = [row for row in rows if not row.right]
     for row in wrong:
@@ -187,7 +193,6 @@ def _run_counts(args: argparse.Namespace) -> int:
     """Counts instead of times; 1 where a limit is not held, 2 where there is no compiler."""
     import torch
 
-    from orchard.testing.machine import machine
     from orchard.testing.metal import Emulator, toolchain
     from orchard.testing.metal_counters import EXERCISES, TABLES, Workbench, count
 
@@ -200,24 +205,60 @@ def _run_counts(args: argparse.Namespace) -> int:
     except toolchain.NoCompilerError as error:
         _on_standard_error(f"orchard bench: {error}")
         return 2
+    bench = Workbench(Emulator(workers=2))
     exercises = _picked(EXERCISES, args.only, str)
-    stored, facts = _stored(args), machine(torch.device("cpu"))
-    bench, found = Workbench(Emulator(workers=2)), []
-    with stored.open("w") as file, progress(f"bench {COUNTED}", len(exercises)) as step:
-        for exercise in exercises:
-            counted = count(bench, exercise)
-            found.append({"preset": COUNTED, **counted.data(), "machine": facts})
-            record.write(found[-1], file, shown=args.json)
-            step(str(exercise))
-    if not args.json:
-        for title, (headers, rows) in TABLES.items():
-            print_table(title, headers, [row for data in found for row in rows(data)])
+    found = _run_exercises(args, exercises, lambda each: count(bench, each).data(), TABLES)
     wrong = [words for data in found for words in data["complaints"]]
     for words in wrong:
         _say(args)(words)
-    _say(args)(f"Data: {stored}")
     held = all(limit["held"] for data in found for limit in data["limits"])
     return 0 if held and not wrong else 1
+
+
+def _run_serving(args: argparse.Namespace) -> int:
+    """Queues and lanes under load; 1 where an answer is wrong."""
+    from orchard.cli.serving_bench import EXERCISES, TABLES, Exercise, goals
+    from orchard.cli.serving_chart import draw_serving
+
+    if args.backend is not None or args.dtype is not None:
+        raise ArgumentValueError(
+            f"the preset {SERVING} has its own calls: no --backend, no --dtype"
+        )
+    args.device = args.device or _device("auto")
+
+    def measure(exercise: Exercise) -> dict[str, Any]:
+        line = {"case": str(exercise), **exercise.measure(args.device, args.seconds)}
+        return {**line, "goals": goals(line, args.device)}
+
+    found = _run_exercises(args, _picked(EXERCISES, args.only, str), measure, TABLES)
+    if any("clients" in line for line in found):
+        _plot(args, partial(draw_serving, found))
+    return 1 if any(line["wrong"] for line in found) else 0
+
+
+def _run_exercises(
+    args: argparse.Namespace,
+    exercises: Sequence[T],
+    measure: Callable[[T], dict[str, Any]],
+    tables: Mapping[str, tuple[Sequence[str], Callable[[dict[str, Any]], list[list[str]]]]],
+) -> list[dict[str, Any]]:
+    """A line for each, written down as soon as it is there; then what `tables` makes of them."""
+    import torch
+
+    from orchard.testing.machine import machine
+
+    stored, facts = _stored(args), machine(args.device or torch.device("cpu"))
+    found = []
+    with stored.open("w") as file, progress(f"bench {args.preset}", len(exercises)) as step:
+        for exercise in exercises:
+            found.append({"preset": args.preset, **measure(exercise), "machine": facts})
+            record.write(found[-1], file, shown=args.json)
+            step(str(exercise))
+    if not args.json:
+        for title, (headers, rows) in tables.items():
+            print_table(title, headers, [row for data in found for row in rows(data)])
+    _say(args)(f"Data: {stored}")
+    return found
 
 
 def _stored(args: argparse.Namespace) -> Path:

@@ -105,7 +105,7 @@ def _decorate(axes: Any, preset: str, facts: dict[str, Any]) -> None:
         color=INK,
         fontsize=9,
     )
-    axes.set_title(_title(preset, facts), loc="left", fontsize=11)
+    axes.set_title(title(preset, facts), loc="left", fontsize=11)
 
 
 def _ratio_axis(axes: Any) -> None:
@@ -126,7 +126,7 @@ def _plain(axes: Any) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _title(preset: str, facts: dict[str, Any]) -> str:
+def title(preset: str, facts: dict[str, Any]) -> str:
     threads = "" if facts["gpu"] else f", {facts['threads']} threads"
     versions = f"torch {facts['torch']}, orchard {facts['orchard']}, {facts['date'][:10]}"
     return f"orchard bench {preset}\n{facts['gpu'] or facts['cpu']}{threads}, {versions}"
@@ -150,7 +150,7 @@ def draw_targets(
     grid = figure.subplots(len(panels), squeeze=False, height_ratios=heights)
     for axes, (unit, found) in zip(grid[:, 0], panels, strict=True):
         _panel(axes, unit, found)
-    figure.suptitle(_title(preset, facts), x=0.01, ha="left", fontsize=11)
+    figure.suptitle(title(preset, facts), x=0.01, ha="left", fontsize=11)
     figure.legend(handles=_legend(), loc="outside lower left", ncols=6, frameon=False, fontsize=9)
     for path in paths:
         figure.savefig(path, dpi=150)

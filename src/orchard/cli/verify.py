@@ -2,7 +2,7 @@
 
 Every result is held to the fp64 definition. On MPS it also compiles each Metal kernel and times
 attention beside torch's. Exits 0 if all that is served is right, 1 if not, 2 if nothing could be
-run.
+run. With --stress or --soak pools and queues are verified instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchard.cli import record
-from orchard.cli.bench import SPEED_HEADERS, speed_cells
+from orchard.cli.bench import SPEED_HEADERS, positive_seconds, speed_cells
 from orchard.cli.console import print_table, progress
 
 if TYPE_CHECKING:
@@ -34,6 +34,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="auto", help="cpu, cuda or mps (default: the best one visible)"
     )
     parser.add_argument("--quick", action="store_true", help="a quarter of the cases")
+    parser.add_argument(
+        "--stress",
+        action="store_true",
+        help="instead: pools and queues in fresh processes that end, fork and spawn under load",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=_count,
+        default=50,
+        help="how often --stress runs each of its programs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--soak",
+        type=positive_seconds,
+        metavar="SECONDS",
+        help="instead, or after --stress: a queue at full load, its answers and memory checked",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--report",
@@ -43,7 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
+    return int(text)
+
+
 def run(args: argparse.Namespace) -> int:
+    from orchard.cli import stress
     from orchard.cli.doctor import collect
     from orchard.dispatch.planner import AUTO, planner
     from orchard.dispatch.report import visible_devices
@@ -59,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
     if device is None:
         print(f"device {name!r} is not visible; there is {', '.join(devices)}", file=sys.stderr)
         return 2
+    if args.stress or args.soak is not None:
+        return stress.run(args, device.type)
 
     args.report.touch()  # a place that cannot be written is said before the work
     cases = QUICK if args.quick else CASES

@@ -17,6 +17,7 @@ from orchard.errors import ArgumentTypeError, ArgumentValueError
 from orchard.serving.batch_runner import BatchRunner, LanePool
 from orchard.serving.batching import batching_for
 from orchard.serving.lanes import checked_device
+from orchard.serving.metrics import PeriodicLog
 from orchard.serving.queue_core import Clock, Limits, QueueCore
 from orchard.serving.queue_stats import QueueStats
 from orchard.serving.requests import HIGHEST_PRIORITY, Request
@@ -45,6 +46,7 @@ class BatchQueue:
     device: where batches are moved; None leaves them where they are.
     warmup: an example request, or a list of them, that each worker runs before this returns.
     allow_training: serve a module that is in training mode.
+    log_every: seconds between lines of `stats()` in the log of "orchard"; None for none.
     clock: where time comes from; for tests and simulations.
     """
 
@@ -62,6 +64,7 @@ class BatchQueue:
         device: torch.device | str | None = None,
         warmup: Any = None,
         allow_training: bool = False,
+        log_every: float | None = None,
         clock: Clock | None = None,
     ) -> None:
         if not callable(model_or_fn):
@@ -89,7 +92,8 @@ class BatchQueue:
             allow_training=allow_training,
         )
         self._core = QueueCore(Limits(max_batch, max_delay, max_pending, on_full), clock or Clock())
-        self._abandon = weakref.finalize(self, self._core.abandon)
+        self._log = None if log_every is None else _log(self._core, log_every)
+        self._abandon = weakref.finalize(self, _abandon, self._core, self._log)
         self._abandon.atexit = False  # the end of the interpreter closes all queues
         self._start(workers, warmup)
 
@@ -155,6 +159,8 @@ class BatchQueue:
         """
         if self._core.close(drain, timeout):
             self._runner.close()
+        if self._log is not None:
+            self._log.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -175,6 +181,18 @@ def _check_count(name: str, value: int) -> None:
 
 def _is_seconds(value: object) -> bool:
     return isinstance(value, int | float) and not math.isnan(value)
+
+
+def _log(core: QueueCore, every: float) -> PeriodicLog:
+    if not _is_seconds(every) or not 0 < every < math.inf:
+        raise ArgumentValueError(f"log_every is {every!r}; it must be seconds above 0, or None")
+    return PeriodicLog(core.stats, every, "BatchQueue")
+
+
+def _abandon(core: QueueCore, log: PeriodicLog | None) -> None:
+    core.abandon()
+    if log is not None:
+        log.end()
 
 
 def _report(warm: Future[None], runner: BatchRunner, examples: list[Any]) -> None:

@@ -3,6 +3,9 @@
 A thread that comes back from torch to an interpreter that is going away is ended there, and the
 C++ frames above it do not survive that: the process aborts. So at exit what pool threads run is
 waited for, other threads are asked to leave their lanes, and nobody goes on from there.
+
+A fork beside threads in torch is another end: locks that they hold inside of torch's libraries
+stay locked in the child for ever. So a fork waits a moment until no thread is in a lane.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from orchard.serving.registry import Registry
 _PATIENCE = 60.0  # seconds for work in progress; then the process ends as it can
 _STAY = 5.0  # seconds for the process to end; a handler that joins the thread gets it back then
 _LOOK = 0.02  # seconds between looks at threads that were asked to leave
+_FORK_PATIENCE = 0.5  # seconds that a fork waits for lanes to be left
 _QUIET = 25  # looks at which no thread has used a processor: they wait, and not in torch
 
 
@@ -41,6 +45,7 @@ class _Visit:
         self.thread = threading.get_ident()
         self.native_id = threading.get_native_id()
         self.depth = 0
+        self.forks = False
         self.held_back = False
 
 
@@ -54,6 +59,8 @@ _employers: Registry[Employer] = Registry()
 _visits: Registry[_Visit] = Registry()  # one for each thread that lives
 _here = _Here()
 _ender = 0  # the thread in which the interpreter ends, once it does
+_forks = 0  # threads that are about to fork; others do not enter lanes meanwhile
+_fork_ended = threading.Condition()
 
 
 def watch(employer: Employer) -> None:
@@ -66,6 +73,12 @@ def enter() -> None:
     visit = _here.visit
     _hold_back(visit)
     visit.depth += 1
+    # Depth first and then the look: whoever is about to fork sets and looks the other way round.
+    while _forks and visit.depth == 1 and not visit.forks:
+        visit.depth = 0
+        with _fork_ended:
+            _fork_ended.wait_for(lambda: not _forks)
+        visit.depth = 1
 
 
 def leave() -> None:
@@ -133,11 +146,40 @@ def _processor_time(native_id: int) -> list[str]:
     return stat.rpartition(")")[2].split()[11:13]  # utime and stime
 
 
+def _before_fork() -> None:
+    """Let the threads that are in lanes leave them, for a while, and nobody in."""
+    global _forks
+    with _fork_ended:
+        _forks += 1
+    own = _here.visit
+    own.forks = True
+    end = time.monotonic() + _FORK_PATIENCE
+    while time.monotonic() < end and any(
+        visit.depth for visit in _visits if visit is not own and not visit.forks
+    ):
+        time.sleep(_LOOK / 20)
+
+
+def _after_fork_in_parent() -> None:
+    global _forks
+    _here.visit.forks = False
+    with _fork_ended:
+        _forks -= 1
+        _fork_ended.notify_all()
+
+
 def _after_fork_in_child() -> None:
-    """The thread that forked has another number for the system here."""
+    """The thread that forked has another number for the system here, and is the only one."""
+    global _forks, _fork_ended
+    _forks, _fork_ended = 0, threading.Condition()
+    _here.visit.forks = False
     _here.visit.native_id = threading.get_native_id()
 
 
 atexit.register(_end)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )

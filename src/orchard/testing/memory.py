@@ -97,6 +97,11 @@ def resident_growth(step: Callable[[], object]) -> int | None:
     return _largest_so_far() - before
 
 
+def resident_bytes() -> int | None:
+    """What this process has in memory now; None where nobody says."""
+    return _status("VmRSS") if (PROCESS / "status").exists() else None
+
+
 def _give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
