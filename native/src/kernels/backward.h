@@ -55,7 +55,8 @@ struct Backward {
     mask_over_heads = masked && p.mask.sizes[1] == 1 && p.heads > 1;
     mask_over_rows = masked && p.mask.sizes[2] == 1 && p.rows > 1;
     mask_over_keys = masked && p.mask.sizes[3] == 1 && p.keys > 1;
-    mask_once = masked && !(mask_over_batch || mask_over_heads || mask_over_rows || mask_over_keys);
+    const int64_t whole[4] = {p.batch, p.heads, p.rows, p.keys};
+    mask_once = masked && memcmp(p.mask.sizes, whole, sizeof whole) == 0;
   }
 
   int64_t padded_rows() const { return blocks * kBlockRows; }
