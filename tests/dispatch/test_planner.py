@@ -659,7 +659,7 @@ def test_shipped_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "REGISTRY", SHIPPED)
     loaded = backends.load()
     names = [backend.name for backend in loaded]
-    assert names == ["cpu", "metal", "aten", "reference", "metal-emulated"]
+    assert names == ["cpu", "metal", "cuda", "aten", "reference", "metal-emulated"]
     last = [backend for backend in loaded if not backend.on_request][-1].capabilities[0]
     everything = problem_of(*operands(dtype=torch.float64), softcap=1.0, threshold=9)
     assert last.reasons(everything) == ()

@@ -9,6 +9,7 @@ from orchard.dispatch.backend import Backend
 REGISTRY = (
     "orchard.backends.cpu:CpuBackend",
     "orchard.backends.metal:MetalBackend",
+    "orchard.backends.cuda:CudaBackend",
     "orchard.backends.aten:AtenBackend",
     "orchard.backends.reference:ReferenceBackend",
     "orchard.backends.metal.emulated:MetalEmulatedBackend",

@@ -1,0 +1,121 @@
+"""Orchard's own kernels for NVIDIA GPUs, written in Python for Triton."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+from orchard.attention.problem import Gradients, Problem, Saved, Tensors, Upstream
+from orchard.backends.cuda import choice
+from orchard.backends.cuda.launch import (
+    BackwardKind,
+    Setting,
+    empty_backward,
+    empty_forward,
+    is_empty,
+)
+from orchard.backends.cuda.runtime import Runtime, TritonRuntime
+from orchard.backends.cuda.tuning import blocks
+from orchard.dispatch.backend import Backend, Capability, Reason
+from orchard.dispatch.known import Known
+from orchard.text import one_line
+
+_PROGRAM_LIMIT = 2**31
+_LEAST_BLOCK = 16
+_LEAST_ARCHITECTURE = 80
+
+
+class ForwardCall(NamedTuple):
+    """What a plan of a forward depends on."""
+
+    problem: Problem
+    kernel: str
+    tf32: bool
+
+
+class BackwardCall(NamedTuple):
+    """What a plan of a backward depends on."""
+
+    kind: BackwardKind
+    kernel: str
+    tf32: bool
+
+
+class CudaBackend(Backend):
+    name = "cuda"
+    summary = "Orchard's own kernels for NVIDIA GPUs, in Triton"
+    capabilities = choice.CAPABILITIES
+    on_request = True
+    probe_rows = (1, 128)
+
+    def __init__(self, runtime: Runtime | None = None) -> None:
+        super().__init__()
+        self._runtime = runtime
+        self._opening = threading.Lock()
+        self._forwards = Known(self._plan_forward)
+        self._backwards = Known(self._plan_backward)
+
+    def special_reasons(self, capability: Capability, problem: Problem) -> tuple[Reason, ...]:
+        found = list(choice.by_name(capability.kernel).reasons(problem))
+        fp32, (scale, softcap) = torch.finfo(torch.float32), problem.options[:2]
+        if softcap and (softcap < fp32.tiny or abs(scale) / softcap > fp32.max):
+            sentence = "takes no softcap so small that fp32 does not hold it, or scale / softcap"
+            found.append(Reason("softcap", sentence, "drop softcap"))
+        longest = max(problem.query_length, problem.key_length)
+        if problem.batch * problem.heads * blocks(longest, _LEAST_BLOCK) >= _PROGRAM_LIMIT:
+            found.append(Reason("size", "counts programs in 31 bits"))
+        return tuple(found)
+
+    def probe(self, capability: Capability, device: torch.device) -> Reason | None:
+        try:
+            gpu = self._open().gpu(device)
+            refused = choice.by_name(capability.kernel).refuses(gpu)
+        except Exception as error:  # importing Triton finds drivers and compilers, or does not
+            sentence = f"Triton does not work here: {one_line(error)}"
+            return Reason("unavailable", sentence, "pip install triton")
+        if gpu.architecture < _LEAST_ARCHITECTURE:
+            return Reason("arch", f"needs compute capability 8.0 or later, this is {gpu.family}")
+        return refused or super().probe(capability, device)
+
+    def _open(self) -> Runtime:
+        with self._opening:
+            if self._runtime is None:
+                self._runtime = TritonRuntime()
+            return self._runtime
+
+    def forward(self, problem: Problem, kernel: str, tensors: Tensors) -> Saved:
+        if is_empty(problem):
+            return empty_forward(problem, tensors.query)
+        runtime = self._runtime or self._open()
+        with runtime.on(problem.device):
+            plan = self._forwards[ForwardCall(problem, kernel, _allows_tf32(problem))]
+            saved: Saved = plan.run(runtime, tensors)
+        return saved
+
+    def backward(
+        self, problem: Problem, kernel: str, tensors: Tensors, saved: Saved, upstream: Upstream
+    ) -> Gradients:
+        if is_empty(problem):
+            return empty_backward(problem, tensors)
+        runtime = self._runtime or self._open()
+        by_lse = None if upstream.lse is None else upstream.lse.stride()
+        kind = BackwardKind(problem, saved.out.stride(), saved.lse.stride(), by_lse)
+        with runtime.on(problem.device):
+            plan = self._backwards[BackwardCall(kind, kernel, _allows_tf32(problem))]
+            grads: Gradients = plan.run(runtime, tensors, saved, upstream)
+        return grads
+
+    def _plan_forward(self, call: ForwardCall) -> Any:
+        setting = Setting(self._open().gpu(call.problem.device), call.tf32)
+        return choice.by_name(call.kernel).forward(call.problem, setting)
+
+    def _plan_backward(self, call: BackwardCall) -> Any:
+        setting = Setting(self._open().gpu(call.kind.problem.device), call.tf32)
+        return choice.by_name(call.kernel).backward(call.kind, setting)
+
+
+def _allows_tf32(problem: Problem) -> bool:
+    """TF32 is for fp32 operands, and only where torch is told to allow it."""
+    return problem.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"

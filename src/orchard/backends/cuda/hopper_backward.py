@@ -1,0 +1,744 @@
+"""Backward on Hopper: blocks of 128 keys stay in shared memory, tiles of query rows pass by.
+
+Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T are already the left operands of
+dV = P^T dO and dK = dS^T Q. Two consumers own 64 keys each. Fused, they exchange dS through shared
+memory and add dQ = dS K to an fp32 buffer by TMA; its order of additions varies from run to run.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from orchard.backends.cuda.hopper_common import (
+    LOG2_E,
+    ROWS,
+    Ring,
+    Work,
+    make_ring,
+    multiply,
+    named_barrier,
+    operand,
+    product_layout,
+    tma_reduce_add,
+    within,
+)
+from orchard.backends.cuda.hopper_terms import NONE, Terms
+
+_KEYS = gl.constexpr(128)  # of a block
+_BOTH_CONSUMERS = gl.constexpr("bar.sync 9, 256;")
+_COLUMNS = gl.constexpr(16)  # that are cleared at a time
+
+
+@triton.jit
+def statistics_kernel(
+    out, grad_out, lse, grad_lse, scaled_lse, delta, grad_query_sums,
+    rows, padded_rows, heads, head_dim, value_dim,
+    out_batch, out_head, out_row,
+    grad_batch, grad_head, grad_row,
+    lse_batch, lse_head, lse_row,
+    grad_lse_batch, grad_lse_head, grad_lse_row,
+    HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr, GRAD_LSE: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """delta = out . grad_out - grad_lse and lse in units of log 2; zeros for the sums of dQ.
+
+    Empty rows and the padding get lse = +inf, so that their probabilities are 0.
+    """
+    blocks = padded_rows // BLOCK
+    plane = (tl.program_id(0) // blocks).to(tl.int64)
+    row = ((tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    batch = plane // heads
+    head = plane % heads
+    column = tl.arange(0, HEAD_TILE)[None, :]
+    inside = row < rows
+    valid = inside[:, None] & (column < value_dim)
+    out_at = out + batch * out_batch + head * out_head
+    grad_at = grad_out + batch * grad_batch + head * grad_head
+    o = tl.load(out_at + row[:, None] * out_row + column, mask=valid, other=0.0)
+    g = tl.load(grad_at + row[:, None] * grad_row + column, mask=valid, other=0.0)
+    sums = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    lse_at = lse + batch * lse_batch + head * lse_head
+    log = tl.load(lse_at + row * lse_row, mask=inside, other=float("-inf"))
+    if GRAD_LSE:
+        grad_lse_at = grad_lse + batch * grad_lse_batch + head * grad_lse_head
+        sums -= tl.load(grad_lse_at + row * grad_lse_row, mask=inside, other=0.0)
+    empty = log == float("-inf")
+    at = plane * padded_rows + row
+    tl.store(delta + at, tl.where(empty, 0.0, sums))
+    tl.store(scaled_lse + at, tl.where(empty, float("inf"), log * LOG2_E))
+    if SUMS:
+        sums_at = grad_query_sums + (plane * rows + row)[:, None] * head_dim + column
+        zeros = tl.zeros([BLOCK, HEAD_TILE], tl.float32)
+        tl.store(sums_at, zeros, mask=inside[:, None] & (column < head_dim))
+
+
+@triton.jit
+def grad_query_kernel(
+    sums, grad_query, rows, heads, head_dim, scale,
+    grad_batch, grad_head, grad_row,
+    HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums of dQ, scaled, in the dtype and strides of the gradient."""
+    blocks = tl.cdiv(rows, BLOCK)
+    plane = (tl.program_id(0) // blocks).to(tl.int64)
+    row = ((tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+    column = tl.arange(0, HEAD_TILE)[None, :]
+    valid = (row < rows) & (column < head_dim)
+    total = tl.load(sums + (plane * rows + row) * head_dim + column, mask=valid, other=0.0)
+    at = grad_query + (plane // heads) * grad_batch + (plane % heads) * grad_head
+    at += row * grad_row + column
+    tl.store(at, (total * scale).to(grad_query.dtype.element_ty), mask=valid)
+
+
+@aggregate
+class Block:
+    """The block of keys that a program owns, and the rows that see it."""
+
+    rows: gl.tensor
+    keys: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor  # query heads of a key head
+    low: gl.tensor
+    high: gl.tensor
+    batch: gl.tensor
+    kv_head: gl.tensor
+    first_key: gl.tensor
+    terms: Terms
+    ROW_TILE: gl.constexpr
+    LOW: gl.constexpr  # whether the band has a lower bound
+    HIGH: gl.constexpr
+    TAIL: gl.constexpr  # whether the last block of keys is not whole
+    EMPTY_ROWS: gl.constexpr  # whether some row may see no key
+    FUSED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, rows, keys, heads, group, low, high, batch, kv_head, first_key, terms,
+        ROW_TILE, LOW, HIGH, TAIL, EMPTY_ROWS, FUSED,
+    ):  # fmt: skip
+        self.rows = rows
+        self.keys = keys
+        self.heads = heads
+        self.group = group
+        self.low = low
+        self.high = high
+        self.batch = batch
+        self.kv_head = kv_head
+        self.first_key = first_key
+        self.terms = terms
+        self.ROW_TILE = gl.constexpr(ROW_TILE)
+        self.LOW = gl.constexpr(LOW)
+        self.HIGH = gl.constexpr(HIGH)
+        self.TAIL = gl.constexpr(TAIL)
+        self.EMPTY_ROWS = gl.constexpr(EMPTY_ROWS)
+        self.FUSED = gl.constexpr(FUSED)
+
+    @gluon.jit
+    def begin(self):
+        """First tile of rows that see the block."""
+        tile = gl.to_tensor(0)
+        if self.HIGH:
+            tile = gl.maximum(self.first_key - self.high, 0) // self.ROW_TILE
+        return tile
+
+    @gluon.jit
+    def end(self):
+        """Past the last tile of rows that see the block; may be before `begin`."""
+        end = self.rows
+        if self.LOW:
+            last_key = gl.minimum(self.first_key + _KEYS, self.keys) - 1
+            end = gl.maximum(gl.minimum(last_key - self.low + 1, self.rows), 0)
+        return gl.cdiv(end, self.ROW_TILE)
+
+    @gluon.jit
+    def clipped(self, weights, first_key, first_row):
+        """`weights` [keys, rows], but 0 outside of the band and past the last key."""
+        # Key and row of the tile see each other where low <= key - row + apart <= high.
+        apart = first_key - first_row
+        partly = False
+        if self.TAIL:
+            partly = partly | (first_key + ROWS > self.keys)
+        if self.HIGH:
+            partly = partly | (apart - self.high > 1 - ROWS)
+        if self.LOW:
+            partly = partly | (apart - self.low < ROWS - 1)
+        if partly:
+            key = gl.arange(0, ROWS, layout=gl.SliceLayout(1, weights.type.layout))
+            first = key * 0
+            if self.HIGH:
+                first = key + (apart - self.high)
+            if self.TAIL:
+                first = gl.where(key < self.keys - first_key, first, ROWS)
+            last = key + (apart - self.low)
+            seen = within(first, last, ROWS, self.HIGH or self.TAIL, self.LOW)
+            weights = gl.where(seen, weights, 0.0)
+        return weights
+
+    @gluon.jit
+    def weights(self, products, lse, first_key, first_row, plane):
+        """Of [64 keys, 64 rows]: weights of the values, and what dS is computed from.
+
+        The latter are probabilities times the slope of the softcap, negative where dropped.
+        """
+        terms = self.terms
+        LAYOUT: gl.constexpr = products.type.layout
+        scores = products
+        if terms.SOFTCAP:
+            scores = terms.capped(products)
+        weights = terms.power(scores, gl.expand_dims(lse, 0))
+        weights = self.clipped(weights, first_key, first_row)
+        if terms.MASK != NONE:
+            head = plane - self.batch * self.heads
+            mask = terms.mask_tile_by_key(self, self.batch, head, first_key, first_row, LAYOUT)
+            weights = gl.where(mask != 0, weights, 0.0)
+        sources = weights
+        if terms.SOFTCAP:
+            sources = weights * terms.slope(scores)
+        if terms.DROPOUT:
+            kept = terms.kept_by_key(weights, plane, first_key, first_row)
+            weights = gl.where(kept, weights, 0.0)
+            sources = gl.where(kept, sources, -sources)
+        return weights, sources
+
+    @gluon.jit
+    def by_score(self, sources, by_weight, delta):
+        """dS of [64 keys, 64 rows], before the scale."""
+        if self.terms.DROPOUT:
+            by_weight = gl.where(sources >= 0.0, by_weight * self.terms.keep_scale, 0.0)
+            sources = gl.abs(sources)
+        return sources * (by_weight - gl.expand_dims(delta, 0))
+
+
+@aggregate
+class Shared:
+    """Shared memory of a program."""
+
+    queries: Ring
+    grads: Ring
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    keys: gl.shared_memory_descriptor
+    values: gl.shared_memory_descriptor
+    loaded: gl.shared_memory_descriptor  # barrier: keys and values have arrived
+    exchange: gl.shared_memory_descriptor  # dS^T of both consumers
+    staging: gl.shared_memory_descriptor  # dQ on its way to memory
+
+    @gluon.constexpr_function
+    def __init__(self, queries, grads, lse, delta, keys, values, loaded, exchange, staging):
+        self.queries = queries
+        self.grads = grads
+        self.lse = lse
+        self.delta = delta
+        self.keys = keys
+        self.values = values
+        self.loaded = loaded
+        self.exchange = exchange
+        self.staging = staging
+
+    @gluon.jit
+    def row_values(self, values, step, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+        """Statistics of 64 rows of a tile."""
+        tile = values.index(step % self.queries.STAGES)
+        return tile.reshape([tile.shape[1]]).slice(FIRST, ROWS, dim=0).load(LAYOUT)
+
+    @gluon.jit
+    def clear_empty_rows(self, grad, lse, FIRST: gl.constexpr):
+        """Nothing flows through a row that sees no key, not even NaN.
+
+        Both consumers do this, each before it reads; what they write is the same.
+        """
+        D: gl.constexpr = grad.shape[1]
+        LAYOUT: gl.constexpr = product_layout(_COLUMNS)
+        if gl.max(lse, axis=0) == float("inf"):
+            empty = gl.convert_layout(lse, gl.SliceLayout(1, LAYOUT)) == float("inf")
+            for first in gl.static_range(0, D, _COLUMNS):
+                part = grad.slice(FIRST, ROWS, dim=0).slice(first, _COLUMNS, dim=1)
+                found = part.load(LAYOUT)
+                nothing = gl.zeros([ROWS, _COLUMNS], found.dtype, LAYOUT)
+                part.store(gl.where(gl.expand_dims(empty, 1), nothing, found))
+            fence_async_shared()
+
+
+@gluon.jit
+def _produce(block, shared, query, key, value, grad_out, lse, delta):
+    at = [block.batch, block.kv_head, block.first_key, 0]
+    mbarrier.expect(shared.loaded, key.block_type.nbytes + value.block_type.nbytes)
+    tma.async_copy_global_to_shared(key, at, shared.loaded, shared.keys)
+    tma.async_copy_global_to_shared(value, at, shared.loaded, shared.values)
+    STATISTICS: gl.constexpr = block.ROW_TILE * 4
+    step = 0
+    for member in range(block.group):
+        head = block.kv_head * block.group + member
+        plane = block.batch * block.heads + head
+        for tile in range(block.begin(), block.end()):
+            row = tile * block.ROW_TILE
+            stage = step % shared.queries.STAGES
+            shared.queries.acquire(step, query.block_type.nbytes + STATISTICS)
+            ready = shared.queries.ready.index(stage)
+            tma.async_copy_global_to_shared(
+                query, [block.batch, head, row, 0], ready, shared.queries.buffers.index(stage)
+            )
+            tma.async_copy_global_to_shared(lse, [plane, row], ready, shared.lse.index(stage))
+            shared.grads.acquire(step, grad_out.block_type.nbytes + STATISTICS)
+            ready = shared.grads.ready.index(stage)
+            tma.async_copy_global_to_shared(
+                grad_out, [block.batch, head, row, 0], ready, shared.grads.buffers.index(stage)
+            )
+            tma.async_copy_global_to_shared(delta, [plane, row], ready, shared.delta.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _add_to_query(shared, sums, product, coordinates, CONSUMER: gl.constexpr):
+    """Add a tile to the sums of dQ, as soon as the staging memory has been read."""
+    staging = shared.staging.index(CONSUMER)
+    tma.store_wait(pendings=0)
+    staging.reshape(product.shape).store(product)
+    fence_async_shared()
+    tma_reduce_add(sums, coordinates, staging)
+
+
+@gluon.jit
+def _consume_wide(block, shared, sums, CONSUMER: gl.constexpr):
+    """dK and dV of 64 keys for D 128: tiles of 64 rows, dQ split by columns."""
+    D: gl.constexpr = shared.keys.shape[3]
+    HALF: gl.constexpr = D // 2
+    DTYPE: gl.constexpr = shared.keys.dtype
+    ROW: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
+    queries = shared.queries
+    grads = shared.grads
+    all_keys = shared.keys.reshape([_KEYS, D])
+    keys = all_keys.slice(CONSUMER * ROWS, ROWS, dim=0)
+    values = shared.values.reshape([_KEYS, D]).slice(CONSUMER * ROWS, ROWS, dim=0)
+    first_key = block.first_key + CONSUMER * ROWS
+    by_key = gl.zeros([ROWS, D], gl.float32, product_layout(D))
+    by_value = gl.zeros([ROWS, D], gl.float32, product_layout(D))
+    mbarrier.wait(shared.loaded, 0)
+    begin = block.begin()
+    end = block.end()
+    tile = begin
+    plane = block.batch * block.heads + block.kv_head * block.group
+    for step in range(block.group * gl.maximum(end - begin, 0)):
+        row = tile * ROWS
+        query = queries.tile(step, [ROWS, D])
+        grad = grads.tile(step, [ROWS, D])
+        queries.wait(step)
+        products = multiply(keys, query)
+        lse = shared.row_values(shared.lse, step, 0, ROW)
+        grads.wait(step)
+        if block.EMPTY_ROWS:
+            shared.clear_empty_rows(grad, lse, 0)
+        by_weight = multiply(values, grad)
+        products = warpgroup_mma_wait(1, deps=[products])
+        weights, sources = block.weights(products, lse, first_key, row, plane)
+        left = operand(weights.to(DTYPE), D)
+        by_value = warpgroup_mma(left, grad, by_value, is_async=True)
+        delta = shared.row_values(shared.delta, step, 0, ROW)
+        by_weight = warpgroup_mma_wait(1, deps=[by_weight])
+        by_score = block.by_score(sources, by_weight, delta).to(DTYPE)
+        exchanged = shared.exchange.index(step % 2)
+        if block.FUSED:
+            exchanged.slice(CONSUMER * ROWS, ROWS, dim=0).store(by_score)
+            fence_async_shared()
+        by_value, left = warpgroup_mma_wait(0, deps=[by_value, left])
+        grads.release(step)
+        left = operand(by_score, D)
+        if block.FUSED:
+            named_barrier(_BOTH_CONSUMERS)
+            by_query = warpgroup_mma(
+                exchanged.permute((1, 0)),
+                all_keys.slice(CONSUMER * HALF, HALF, dim=1),
+                gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF)),
+                use_acc=False,
+                is_async=True,
+            )
+            by_key = warpgroup_mma(left, query, by_key, is_async=True)
+            by_query = warpgroup_mma_wait(1, deps=[by_query])
+            _add_to_query(shared, sums, by_query, [plane, row, CONSUMER * HALF], CONSUMER)
+        else:
+            by_key = warpgroup_mma(left, query, by_key, is_async=True)
+        by_key, left = warpgroup_mma_wait(0, deps=[by_key, left])
+        queries.release(step)
+        tile += 1
+        plane += (tile == end).to(gl.int32)
+        tile = gl.where(tile == end, begin, tile)
+    return by_key, by_value
+
+
+@gluon.jit
+def _half_weights(block, products, lse, grad, by_value, row, first_key, plane):
+    """Weights of 64 of a tile's 128 rows; their product with grad_out is begun."""
+    weights, sources = block.weights(products, lse, first_key, row, plane)
+    left = operand(weights.to(grad.dtype), grad.shape[1])
+    return sources, left, warpgroup_mma(left, grad, by_value, is_async=True)
+
+
+@gluon.jit
+def _half_scores(
+    block, shared, sources, by_weight, query, by_key, exchanged, step, HALF: gl.constexpr
+):
+    """Gradient of the scores of 64 of a tile's 128 rows; their product with query is begun."""
+    ROW: gl.constexpr = gl.SliceLayout(0, by_weight.type.layout)
+    delta = shared.row_values(shared.delta, step, HALF * ROWS, ROW)
+    by_score = block.by_score(sources, by_weight, delta).to(query.dtype)
+    if block.FUSED:
+        exchanged.slice(HALF * ROWS, ROWS, dim=1).store(by_score)
+    left = operand(by_score, query.shape[1])
+    return left, warpgroup_mma(left, query, by_key, is_async=True)
+
+
+@gluon.jit
+def _consume_narrow(block, shared, sums, CONSUMER: gl.constexpr):
+    """dK and dV of 64 keys for D 64: tiles of 128 rows in two halves, dQ split by rows."""
+    D: gl.constexpr = shared.keys.shape[3]
+    ROW: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
+    queries = shared.queries
+    grads = shared.grads
+    all_keys = shared.keys.reshape([_KEYS, D])
+    keys = all_keys.slice(CONSUMER * ROWS, ROWS, dim=0)
+    values = shared.values.reshape([_KEYS, D]).slice(CONSUMER * ROWS, ROWS, dim=0)
+    first_key = block.first_key + CONSUMER * ROWS
+    by_key = gl.zeros([ROWS, D], gl.float32, product_layout(D))
+    by_value = gl.zeros([ROWS, D], gl.float32, product_layout(D))
+    mbarrier.wait(shared.loaded, 0)
+    begin = block.begin()
+    end = block.end()
+    tile = begin
+    plane = block.batch * block.heads + block.kv_head * block.group
+    for step in range(block.group * gl.maximum(end - begin, 0)):
+        row = tile * block.ROW_TILE
+        query = queries.tile(step, [block.ROW_TILE, D])
+        grad = grads.tile(step, [block.ROW_TILE, D])
+        query_0 = query.slice(0, ROWS, dim=0)
+        query_1 = query.slice(ROWS, ROWS, dim=0)
+        grad_0 = grad.slice(0, ROWS, dim=0)
+        grad_1 = grad.slice(ROWS, ROWS, dim=0)
+        exchanged = shared.exchange.index(step % 2)
+        own = exchanged.slice(CONSUMER * ROWS, ROWS, dim=0)
+        queries.wait(step)
+        products_0 = multiply(keys, query_0)
+        products_1 = multiply(keys, query_1)
+        grads.wait(step)
+        if block.EMPTY_ROWS:
+            shared.clear_empty_rows(grad, shared.row_values(shared.lse, step, 0, ROW), 0)
+            shared.clear_empty_rows(grad, shared.row_values(shared.lse, step, ROWS, ROW), ROWS)
+        by_weight_0 = multiply(values, grad_0)
+        products_0 = warpgroup_mma_wait(2, deps=[products_0])
+        lse = shared.row_values(shared.lse, step, 0, ROW)
+        sources_0, p_0, by_value = _half_weights(
+            block, products_0, lse, grad_0, by_value, row, first_key, plane
+        )
+        # Only now: four products of 64x64 beside the sums would not fit into the registers.
+        by_weight_1 = multiply(values, grad_1)
+        products_1 = warpgroup_mma_wait(3, deps=[products_1])
+        lse = shared.row_values(shared.lse, step, ROWS, ROW)
+        sources_1, p_1, by_value = _half_weights(
+            block, products_1, lse, grad_1, by_value, row + ROWS, first_key, plane
+        )
+        by_weight_0 = warpgroup_mma_wait(3, deps=[by_weight_0])
+        ds_0, by_key = _half_scores(
+            block, shared, sources_0, by_weight_0, query_0, by_key, own, step, 0
+        )
+        by_weight_1 = warpgroup_mma_wait(2, deps=[by_weight_1])
+        ds_1, by_key = _half_scores(
+            block, shared, sources_1, by_weight_1, query_1, by_key, own, step, 1
+        )
+        if block.FUSED:
+            fence_async_shared()
+        by_value, p_0, p_1 = warpgroup_mma_wait(2, deps=[by_value, p_0, p_1])
+        grads.release(step)
+        if block.FUSED:
+            named_barrier(_BOTH_CONSUMERS)
+            by_query = warpgroup_mma(
+                exchanged.slice(CONSUMER * ROWS, ROWS, dim=1).permute((1, 0)),
+                all_keys,
+                gl.zeros([ROWS, D], gl.float32, product_layout(D)),
+                use_acc=False,
+                is_async=True,
+            )
+            by_key, ds_0, ds_1 = warpgroup_mma_wait(1, deps=[by_key, ds_0, ds_1])
+            queries.release(step)
+            by_query = warpgroup_mma_wait(0, deps=[by_query])
+            _add_to_query(shared, sums, by_query, [plane, row + CONSUMER * ROWS, 0], CONSUMER)
+        else:
+            by_key, ds_0, ds_1 = warpgroup_mma_wait(0, deps=[by_key, ds_0, ds_1])
+            queries.release(step)
+        tile += 1
+        plane += (tile == end).to(gl.int32)
+        tile = gl.where(tile == end, begin, tile)
+    return by_key, by_value
+
+
+@gluon.jit
+def _consume(block, shared, sums, grad_key, grad_value, grad_scale, CONSUMER: gl.constexpr):
+    D: gl.constexpr = shared.keys.shape[3]
+    DTYPE: gl.constexpr = shared.keys.dtype
+    if D == 128:
+        by_key, by_value = _consume_wide(block, shared, sums, CONSUMER)
+    else:
+        by_key, by_value = _consume_narrow(block, shared, sums, CONSUMER)
+    if block.terms.DROPOUT:
+        by_value = by_value * block.terms.keep_scale
+    # The gradients leave through the memory of keys and values, once nobody reads these.
+    named_barrier(_BOTH_CONSUMERS)
+    keys = shared.keys.reshape([_KEYS, D]).slice(CONSUMER * ROWS, ROWS, dim=0)
+    values = shared.values.reshape([_KEYS, D]).slice(CONSUMER * ROWS, ROWS, dim=0)
+    keys.store((by_key * grad_scale).to(DTYPE))
+    values.store(by_value.to(DTYPE))
+    fence_async_shared()
+    named_barrier(_BOTH_CONSUMERS)
+    at = [block.batch, block.kv_head, block.first_key, 0]
+    if CONSUMER == 0:
+        tma.async_copy_shared_to_global(grad_key, at, shared.keys)
+    else:
+        tma.async_copy_shared_to_global(grad_value, at, shared.values)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def backward_kernel(
+    query, key, value, grad_out, lse, delta, grad_key, grad_value, sums,
+    rows, key_count, heads, group, planes, cohort, low, high,
+    factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale, grad_scale,
+    ROW_TILE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr, EMPTY_ROWS: gl.constexpr,
+    FUSED: gl.constexpr,
+    SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = key.block_shape[3]
+    DTYPE: gl.constexpr = key.dtype
+    terms = Terms(
+        factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale,
+        SOFTCAP, MASK, MASK_KEYS, DROPOUT,
+    )  # fmt: skip
+    blocks = gl.cdiv(key_count, _KEYS)
+    # In a cohort of planes the first blocks come first: under a causal band they are the longest.
+    position = gl.program_id(0)
+    cohort_blocks = cohort * blocks
+    first_plane = (position // cohort_blocks) * cohort
+    members = gl.minimum(cohort, planes - first_plane)
+    inside = position % cohort_blocks
+    plane = first_plane + inside % members
+    kv_heads = heads // group
+    first_key = (inside // members) * _KEYS
+    block = Block(
+        rows, key_count, heads, group, low, high,
+        plane // kv_heads, plane % kv_heads, first_key, terms,
+        ROW_TILE, LOW, HIGH, TAIL, EMPTY_ROWS, FUSED,
+    )  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    shared = Shared(
+        make_ring(
+            gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROW_TILE, D], query.layout), STAGES, 2
+        ),
+        make_ring(
+            gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROW_TILE, D], grad_out.layout),
+            STAGES,
+            2,
+        ),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROW_TILE], lse.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROW_TILE], delta.layout),
+        gl.allocate_shared_memory(DTYPE, [1, 1, _KEYS, D], key.layout),
+        gl.allocate_shared_memory(DTYPE, [1, 1, _KEYS, D], value.layout),
+        gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(DTYPE, [2, _KEYS, ROW_TILE], SCORES),
+        gl.allocate_shared_memory(gl.float32, [2, 1, ROWS, 64], sums.layout),
+    )
+    mbarrier.init(shared.loaded, count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_produce, (block, shared, query, key, value, grad_out, lse, delta)),
+            (_consume, (block, shared, sums, grad_key, grad_value, grad_scale, 0)),
+            (_consume, (block, shared, sums, grad_key, grad_value, grad_scale, 1)),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )
+
+
+@aggregate
+class RowsShared:
+    """Shared memory of a program that owns rows."""
+
+    queries: Ring
+    grads: Ring
+    keys: Ring
+    values: Ring
+
+    @gluon.constexpr_function
+    def __init__(self, queries, grads, keys, values):
+        self.queries = queries
+        self.grads = grads
+        self.keys = keys
+        self.values = values
+
+
+@gluon.jit
+def _produce_rows(work, shared, query, grad_out, key, value):
+    turn = 0
+    step = 0
+    position = work.position(turn)
+    while position < work.tiles():
+        first_row, batch, head = work.place(position)
+        for consumer in gl.static_range(work.CONSUMERS):
+            at = [batch, head, first_row + consumer * ROWS, 0]
+            shared.queries.load(turn * work.CONSUMERS + consumer, query, at)
+            shared.grads.load(turn * work.CONSUMERS + consumer, grad_out, at)
+        begin, end = work.span(first_row)
+        step = work.load_keys(key, value, shared.keys, shared.values, step, batch, head, begin, end)
+        turn += 1
+        position = work.position(turn)
+
+
+@gluon.jit
+def _by_score(work, terms, products, by_weight, mask, lse, delta, plane, at, clipped):
+    """dS of 64 rows and 64 keys that begin `at` (row, key), before the scale."""
+    first_row, first_key = at
+    scores = terms.score(products, mask)
+    weights = terms.power(scores, gl.expand_dims(lse, 1))
+    if clipped:
+        weights = gl.where(work.seen(first_row, first_key, ROWS), weights, 0.0)
+    if terms.DROPOUT:
+        kept = terms.kept_by_row(weights, plane, first_row, first_key)
+        by_weight = gl.where(kept, by_weight * terms.keep_scale, 0.0)
+    if terms.SOFTCAP:
+        weights = weights * terms.slope(terms.capped(products))
+    return weights * (by_weight - gl.expand_dims(delta, 1))
+
+
+@gluon.jit
+def _consume_rows(
+    work, terms, shared, grad_query, lse, delta, padded_rows, grad_scale, CONSUMER: gl.constexpr
+):
+    """dQ of 64 rows: tiles of 128 keys in two halves, from right to left."""
+    D: gl.constexpr = grad_query.block_shape[3]
+    DTYPE: gl.constexpr = grad_query.dtype
+    SCORES: gl.constexpr = product_layout(ROWS)
+    queries = shared.queries
+    grads = shared.grads
+    keys = shared.keys
+    values = shared.values
+    turn = 0
+    step = 0
+    position = work.position(turn)
+    while position < work.tiles():
+        tile_row, batch, head = work.place(position)
+        first_row = tile_row + CONSUMER * ROWS
+        begin, end = work.span(tile_row)
+        whole_begin, whole_end = work.whole(first_row, begin, end)
+        plane = batch * work.heads + head
+        at = plane.to(gl.int64) * padded_rows + first_row
+        at += gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+        row_lse = gl.load(lse + at)
+        row_delta = gl.load(delta + at)
+        slot = turn * work.CONSUMERS + CONSUMER
+        query = queries.tile(slot, [ROWS, D])
+        grad = grads.tile(slot, [ROWS, D])
+        by_query = gl.zeros([ROWS, D], gl.float32, product_layout(D))
+        queries.wait(slot)
+        grads.wait(slot)
+        for index in range(end - begin):
+            tile = end - 1 - index
+            first_key = tile * work.TILE
+            clipped = False
+            if work.LOW or work.HIGH or work.TAIL:
+                clipped = (tile < whole_begin) | (tile >= whole_end)
+            key = keys.tile(step, [work.TILE, D])
+            value = values.tile(step, [work.TILE, D])
+            key_0 = key.slice(0, ROWS, dim=0)
+            key_1 = key.slice(ROWS, ROWS, dim=0)
+            keys.wait(step)
+            products_0 = multiply(query, key_0)
+            values.wait(step)
+            by_weight_0 = multiply(grad, value.slice(0, ROWS, dim=0))
+            products_1 = multiply(query, key_1)
+            by_weight_1 = multiply(grad, value.slice(ROWS, ROWS, dim=0))
+            mask_0 = terms.mask_tile(work, batch, head, first_row, first_key, ROWS, SCORES)
+            mask_1 = terms.mask_tile(work, batch, head, first_row, first_key + ROWS, ROWS, SCORES)
+            products_0, by_weight_0 = warpgroup_mma_wait(2, deps=[products_0, by_weight_0])
+            ds_0 = _by_score(
+                work, terms, products_0, by_weight_0, mask_0, row_lse, row_delta, plane,
+                (first_row, first_key), clipped,
+            )  # fmt: skip
+            left_0 = operand(ds_0.to(DTYPE), D)
+            by_query = warpgroup_mma(left_0, key_0, by_query, is_async=True)
+            products_1, by_weight_1 = warpgroup_mma_wait(1, deps=[products_1, by_weight_1])
+            values.release(step)
+            ds_1 = _by_score(
+                work, terms, products_1, by_weight_1, mask_1, row_lse, row_delta, plane,
+                (first_row, first_key + ROWS), clipped,
+            )  # fmt: skip
+            left_1 = operand(ds_1.to(DTYPE), D)
+            by_query = warpgroup_mma(left_1, key_1, by_query, is_async=True)
+            by_query, left_0, left_1 = warpgroup_mma_wait(0, deps=[by_query, left_0, left_1])
+            keys.release(step)
+            step += 1
+        # Nothing flows through a row that sees no key, not even NaN.
+        ROW: gl.constexpr = gl.SliceLayout(1, product_layout(D))
+        empty = gl.convert_layout(row_lse, ROW, assert_trivial=True) == float("inf")
+        by_query = gl.where(gl.expand_dims(empty, 1), 0.0, by_query * grad_scale)
+        query.store(by_query.to(DTYPE))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(
+            grad_query, [batch, head, first_row, 0], queries.buffers.index(slot % queries.STAGES)
+        )
+        tma.store_wait(pendings=0)
+        queries.release(slot)
+        grads.release(slot)
+        turn += 1
+        position = work.position(turn)
+
+
+@gluon.jit
+def rows_kernel(
+    query, key, value, grad_out, grad_query, lse, delta,
+    rows, key_count, heads, group, planes, cohort, low, high,
+    factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale,
+    padded_rows, grad_scale,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr,
+    SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
+    """dQ alone, each row by one consumer: the same bits in every run."""
+    D: gl.constexpr = key.block_shape[3]
+    DTYPE: gl.constexpr = key.dtype
+    work = Work(rows, key_count, heads, group, planes, cohort, low, high, 2, _KEYS, LOW, HIGH, TAIL)
+    terms = Terms(
+        factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale,
+        SOFTCAP, MASK, MASK_KEYS, DROPOUT,
+    )  # fmt: skip
+    shared = RowsShared(
+        make_ring(gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], query.layout), 2, 1),
+        make_ring(gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], grad_out.layout), 2, 1),
+        make_ring(
+            gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, _KEYS, D], key.layout), STAGES, 2
+        ),
+        make_ring(
+            gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, _KEYS, D], value.layout), STAGES, 2
+        ),
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_produce_rows, (work, shared, query, grad_out, key, value)),
+            (
+                _consume_rows,
+                (work, terms, shared, grad_query, lse, delta, padded_rows, grad_scale, 0),
+            ),
+            (
+                _consume_rows,
+                (work, terms, shared, grad_query, lse, delta, padded_rows, grad_scale, 1),
+            ),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )

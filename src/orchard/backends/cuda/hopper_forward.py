@@ -1,0 +1,380 @@
+"""Forward on Hopper: one warpgroup loads tiles by TMA, the others multiply them by wgmma.
+
+Each consumer owns 64 query rows and walks the keys from right to left.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from orchard.backends.cuda.hopper_common import (
+    LN_2,
+    ROWS,
+    Ring,
+    Work,
+    make_ring,
+    make_schedule,
+    multiply,
+    named_barrier,
+    operand,
+    product_layout,
+)
+from orchard.backends.cuda.hopper_terms import ADDITIVE, NONE, Terms
+
+_QUERY_STAGES = gl.constexpr(2)
+
+
+@gluon.constexpr_function
+def _barrier_text(kind, consumer):
+    return f"bar.{kind} {9 + consumer}, 256;"
+
+
+@aggregate
+class Consumer:
+    """One warpgroup: what it reads, and its place among the others."""
+
+    work: Work
+    terms: Terms
+    keys: Ring
+    values: Ring
+    INDEX: gl.constexpr
+    PIPELINED: gl.constexpr  # scores of a tile are computed beside the output of the one before
+
+    @gluon.constexpr_function
+    def __init__(self, work, terms, keys, values, INDEX, PIPELINED):
+        self.work = work
+        self.terms = terms
+        self.keys = keys
+        self.values = values
+        self.INDEX = gl.constexpr(INDEX)
+        self.PIPELINED = gl.constexpr(PIPELINED)
+
+    @gluon.jit
+    def take_turn(self):
+        """Two pipelined consumers take turns at the tensor cores: one multiplies while the other
+        exponentiates, instead of both at once."""
+        if self.PIPELINED:
+            named_barrier(_barrier_text("sync", self.INDEX))
+
+    @gluon.jit
+    def pass_turn(self):
+        if self.PIPELINED:
+            named_barrier(_barrier_text("arrive", 1 - self.INDEX))
+
+    @gluon.jit
+    def release(self, step, count):
+        """Give back tiles that only other consumers need."""
+        for _ in range(count):
+            self.take_turn()
+            self.pass_turn()
+            self.keys.wait(step)
+            self.keys.release(step)
+            self.values.wait(step)
+            self.values.release(step)
+            step += 1
+        return step
+
+
+@aggregate
+class Rows:
+    """The 64 rows of a consumer: their query, their place, and the tiles that they see whole."""
+
+    query: gl.shared_memory_descriptor
+    batch: gl.tensor
+    head: gl.tensor
+    first: gl.tensor
+    whole_begin: gl.tensor
+    whole_end: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, query, batch, head, first, whole_begin, whole_end):
+        self.query = query
+        self.batch = batch
+        self.head = head
+        self.first = first
+        self.whole_begin = whole_begin
+        self.whole_end = whole_end
+
+
+@gluon.jit
+def _produce(schedule, query, key, value, queries, keys, values):
+    work = schedule.work
+    turn = 0
+    step = 0
+    position = work.position(turn)
+    while position < work.tiles():
+        schedule.tell(turn, position)
+        first_row, batch, head = work.place(position)
+        for consumer in gl.static_range(work.CONSUMERS):
+            row = first_row + consumer * ROWS
+            queries.load(turn * work.CONSUMERS + consumer, query, [batch, head, row, 0])
+        begin, end = work.span(first_row)
+        step = work.load_keys(key, value, keys, values, step, batch, head, begin, end)
+        position = schedule.following(turn)
+        turn += 1
+    schedule.tell(turn, position)
+
+
+@gluon.jit
+def _mask_tile(consumer, rows, tile):
+    work = consumer.work
+    TILE: gl.constexpr = work.TILE
+    return consumer.terms.mask_tile(
+        work, rows.batch, rows.head, rows.first, tile * TILE, TILE, product_layout(TILE)
+    )
+
+
+@gluon.jit
+def _clip(work, rows, scores, tile):
+    """-inf where a key is outside of the band or past the end."""
+    # A branch in one loop: of loops one after the other ptxas 12.8 miscompiled the second.
+    if (tile < rows.whole_begin) | (tile >= rows.whole_end):
+        seen = work.seen(rows.first, tile * work.TILE, work.TILE)
+        scores = gl.where(seen, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _softmax(consumer, rows, products, mask_tile, tile, top, total):
+    """Weights of a tile, the new top and total, and what earlier sums are multiplied by."""
+    work = consumer.work
+    terms = consumer.terms
+    scores = terms.score(products, mask_tile)
+    if work.LOW or work.HIGH or work.TAIL:
+        scores = _clip(work, rows, scores, tile)
+    highest = gl.max(scores, axis=1)
+    if terms.is_late():
+        highest = highest * terms.factor
+    new_top = gl.maximum(top, highest)
+    origin = new_top
+    if work.LOW or work.HIGH or terms.MASK != NONE:
+        # A row that has seen no key yet: any finite origin makes its weights 0.
+        origin = gl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = terms.power(scores, gl.expand_dims(origin, 1))
+    fade = terms.power(top, origin) if terms.MASK == ADDITIVE else gl.exp2(top - origin)
+    total = total * fade + gl.sum(weights, axis=1)
+    if terms.DROPOUT:
+        plane = rows.batch * work.heads + rows.head
+        kept = terms.kept_by_row(weights, plane, rows.first, tile * work.TILE)
+        weights = gl.where(kept, weights, 0.0)
+    return weights, new_top, total, fade
+
+
+@gluon.jit
+def _faded(sums, fade):
+    ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    return sums * gl.expand_dims(gl.convert_layout(fade, ROW, assert_trivial=True), 1)
+
+
+@gluon.jit
+def _plain_tile(consumer, rows, step, state, tile):
+    """One tile of keys: scores, softmax, output, one after the other."""
+    sums, top, total = state
+    keys = consumer.keys
+    values = consumer.values
+    query = rows.query
+    TILE: gl.constexpr = consumer.work.TILE
+    D: gl.constexpr = query.shape[1]
+    mask_tile = _mask_tile(consumer, rows, tile)
+    keys.wait(step)
+    products = multiply(query, keys.tile(step, [TILE, D]))
+    products = warpgroup_mma_wait(0, deps=[products])
+    keys.release(step)
+    weights, top, total, fade = _softmax(consumer, rows, products, mask_tile, tile, top, total)
+    sums = _faded(sums, fade)
+    left = operand(weights.to(query.dtype), D)
+    values.wait(step)
+    sums = warpgroup_mma(left, values.tile(step, [TILE, D]), sums, is_async=True)
+    sums = warpgroup_mma_wait(0, deps=[sums])
+    values.release(step)
+    return sums, top, total
+
+
+@gluon.jit
+def _pipelined_tile(consumer, rows, step, state, tile):
+    """Scores and softmax of tile `step + 1` while the output of tile `step` is computed."""
+    sums, top, total, left = state
+    keys = consumer.keys
+    values = consumer.values
+    query = rows.query
+    TILE: gl.constexpr = consumer.work.TILE
+    D: gl.constexpr = query.shape[1]
+    mask_tile = _mask_tile(consumer, rows, tile)
+    keys.wait(step + 1)
+    consumer.take_turn()
+    products = multiply(query, keys.tile(step + 1, [TILE, D]))
+    values.wait(step)
+    sums = warpgroup_mma(left, values.tile(step, [TILE, D]), sums, is_async=True)
+    consumer.pass_turn()
+    products = warpgroup_mma_wait(1, deps=[products])
+    keys.release(step + 1)
+    weights, top, total, fade = _softmax(consumer, rows, products, mask_tile, tile, top, total)
+    sums, left = warpgroup_mma_wait(0, deps=[sums, left])
+    values.release(step)
+    return _faded(sums, fade), top, total, operand(weights.to(query.dtype), D)
+
+
+@gluon.jit
+def _attend(consumer, rows, step, begin, end):
+    """Output sums, top score and total weight of 64 rows over key tiles [begin, end)."""
+    keys = consumer.keys
+    values = consumer.values
+    query = rows.query
+    TILE: gl.constexpr = consumer.work.TILE
+    D: gl.constexpr = query.shape[1]
+    ROW: gl.constexpr = gl.SliceLayout(1, product_layout(TILE))
+    sums = gl.zeros([ROWS, D], gl.float32, product_layout(D))
+    top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    total = gl.full([ROWS], 0.0, gl.float32, ROW)
+    if consumer.PIPELINED:
+        mask_tile = _mask_tile(consumer, rows, end - 1)
+        keys.wait(step)
+        consumer.take_turn()
+        products = multiply(query, keys.tile(step, [TILE, D]))
+        consumer.pass_turn()
+        products = warpgroup_mma_wait(0, deps=[products])
+        keys.release(step)
+        weights, top, total, _ = _softmax(consumer, rows, products, mask_tile, end - 1, top, total)
+        state = sums, top, total, operand(weights.to(query.dtype), D)
+        for index in range(1, end - begin):
+            state = _pipelined_tile(consumer, rows, step, state, end - 1 - index)
+            step += 1
+        sums, top, total, left = state
+        values.wait(step)
+        consumer.take_turn()
+        sums = warpgroup_mma(left, values.tile(step, [TILE, D]), sums, is_async=True)
+        consumer.pass_turn()
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        values.release(step)
+        step += 1
+    else:
+        plain_state = sums, top, total
+        for index in range(end - begin):
+            plain_state = _plain_tile(consumer, rows, step, plain_state, end - 1 - index)
+            step += 1
+        sums, top, total = plain_state
+    return sums, top, total, step
+
+
+@gluon.jit
+def _lse(terms, top, total):
+    """The natural logarithm of the sum of exponentials; -inf for an empty row."""
+    if terms.MASK == ADDITIVE:
+        result = top + gl.log2(total) * LN_2
+    else:
+        result = (top + gl.log2(total)) * LN_2
+    return gl.where(total == 0.0, float("-inf"), result)
+
+
+@gluon.jit
+def _consume(consumer, schedule, out, lse, queries):
+    work = consumer.work
+    terms = consumer.terms
+    INDEX: gl.constexpr = consumer.INDEX
+    D: gl.constexpr = out.block_shape[3]
+    if INDEX == 1:
+        consumer.pass_turn()
+    turn = 0
+    step = 0
+    position = schedule.hear(turn)
+    while position < work.tiles():
+        tile_row, batch, head = work.place(position)
+        first_row = tile_row + INDEX * ROWS
+        tile_begin, tile_end = work.span(tile_row)
+        slot = turn * work.CONSUMERS + INDEX
+        queries.wait(slot)
+        if first_row < work.rows:
+            begin = work.begin(first_row)
+            end = work.end(gl.minimum(first_row + ROWS, work.rows) - 1, begin)
+            whole_begin, whole_end = work.whole(first_row, begin, end)
+            query = queries.tile(slot, [ROWS, D])
+            rows = Rows(query, batch, head, first_row, whole_begin, whole_end)
+            step = consumer.release(step, tile_end - end)
+            sums, top, total, step = _attend(consumer, rows, step, begin, end)
+            step = consumer.release(step, begin - tile_begin)
+            part = gl.where(total == 0.0, 0.0, 1.0 / total)
+            if terms.DROPOUT:
+                part = part * terms.keep_scale
+            query.store(_faded(sums, part).to(query.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(
+                out, [batch, head, first_row, 0], queries.buffers.index(slot % queries.STAGES)
+            )
+            row = first_row + gl.arange(0, ROWS, layout=top.type.layout)
+            plane = (batch * work.heads + head).to(gl.int64)
+            gl.store(lse + plane * work.rows + row, _lse(terms, top, total), mask=row < work.rows)
+            tma.store_wait(pendings=0)
+        else:
+            step = consumer.release(step, tile_end - tile_begin)
+            # As many turns as the other consumer takes: one for each tile, and one for the last.
+            consumer.take_turn()
+            consumer.pass_turn()
+        queries.release(slot)
+        turn += 1
+        position = schedule.hear(turn)
+    # The last turn of consumer 1 is passed to consumer 0, which has to take it.
+    if INDEX == 0:
+        consumer.take_turn()
+
+
+@gluon.jit
+def forward_kernel(
+    query, key, value, out, lse, counter,
+    rows, key_count, heads, group, planes, cohort, low, high,
+    factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale,
+    CONSUMERS: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    PIPELINED: gl.constexpr, DYNAMIC: gl.constexpr,
+    LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr,
+    SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = out.block_shape[3]
+    DTYPE: gl.constexpr = out.dtype
+    QUERIES: gl.constexpr = _QUERY_STAGES * CONSUMERS
+    work = Work(
+        rows, key_count, heads, group, planes, cohort, low, high, CONSUMERS, TILE, LOW, HIGH, TAIL
+    )
+    terms = Terms(
+        factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale,
+        SOFTCAP, MASK, MASK_KEYS, DROPOUT,
+    )  # fmt: skip
+    queries = make_ring(
+        gl.allocate_shared_memory(DTYPE, [QUERIES, 1, 1, ROWS, D], query.layout), QUERIES, 1
+    )
+    keys = make_ring(
+        gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, TILE, D], key.layout), STAGES, CONSUMERS
+    )
+    values = make_ring(
+        gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, TILE, D], value.layout), STAGES, CONSUMERS
+    )
+    schedule = make_schedule(work, counter, DYNAMIC)
+    fence_async_shared()
+    first = Consumer(work, terms, keys, values, 0, PIPELINED)
+    second = Consumer(work, terms, keys, values, 1, PIPELINED)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_produce, (schedule, query, key, value, queries, keys, values)),
+                (_consume, (first, schedule, out, lse, queries)),
+                (_consume, (second, schedule, out, lse, queries)),
+            ],
+            [4, 4],
+            [REGISTERS, REGISTERS],
+        )
+    else:
+        third = Consumer(work, terms, keys, values, 2, PIPELINED)
+        gl.warp_specialize(
+            [
+                (_produce, (schedule, query, key, value, queries, keys, values)),
+                (_consume, (first, schedule, out, lse, queries)),
+                (_consume, (second, schedule, out, lse, queries)),
+                (_consume, (third, schedule, out, lse, queries)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )

@@ -1,0 +1,530 @@
+"""What the Hopper kernels serve, and how a problem becomes their launches.
+
+Nothing here imports Triton: the kernels are imported when a first problem is planned.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from orchard.attention import memory
+from orchard.attention.dropout import keep_scale
+from orchard.attention.memory import Place, dense, following
+from orchard.attention.problem import Gradients, MaskSpec, Problem, Saved, Tensors, Upstream
+from orchard.dispatch.backend import Reason
+
+if TYPE_CHECKING:
+    from orchard.backends.cuda.hopper_source import Kernel
+
+ARCHITECTURE = 90  # compute capability 9.0
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_TILES = (64, 128)  # head dimensions of a tile; a smaller one is padded with zeros by TMA
+WARPGROUP_ROWS = 64
+KEY_BLOCK = 128  # keys of a block in the backward: two consumers of 64
+PLAIN_ROWS = 64  # rows of a program of the kernels before and after a backward
+_PADDING = 128  # rows of the statistics are padded to whole tiles
+_FURTHEST = 2**30  # a bound of the band that excludes nothing, and can be added to a row
+_LOG2_E = 1.4426950408889634
+_KNOWN_PROBLEMS = 4096
+_WIDE = 16  # bytes of a wide load
+
+
+class ForwardConfig(NamedTuple):
+    consumers: int  # warpgroups of 64 rows each
+    keys: int  # of a tile
+    stages: int  # of keys and of values
+    registers: int  # of a thread in a consumer
+    pipelined: bool  # scores of a tile beside the output of the one before, in turns
+
+
+class BackwardConfig(NamedTuple):
+    rows: int  # query rows of a tile
+    stages: int
+    registers: int
+
+
+# Chosen on an H200. 240 registers hold a 64x128 output beside 64x128 scores without a spill; Philox
+# and a tile of a mask leave no room for a pipeline.
+_FORWARD = ForwardConfig(2, 128, 2, 240, True)
+# With D 64 and tiles enough three consumers hide each other's softmax better than two.
+_THREE = ForwardConfig(3, 128, 2, 160, False)
+_DYNAMIC_TURNS = 4  # tiles of a program from which a counter in memory is worth its cost
+_CACHE_SHARE = 32 * 2**20  # bytes of a 50 MB cache
+_KEY_COHORT = 4  # planes whose blocks of keys are worked on side by side under a band
+# D 128: 64 rows and dQ split by columns. D 64: 128 rows in two halves and dQ split by rows.
+_BACKWARD = {128: BackwardConfig(64, 2, 240), 64: BackwardConfig(128, 2, 240)}
+
+
+class TermsSpecialisation(NamedTuple):
+    """What shapes a score beside the product."""
+
+    softcap: bool = False
+    mask: str = "none"  # or "bool", "additive"
+    mask_dtype: torch.dtype | None = None
+    mask_keys: bool = False  # the mask has an element for each key
+    wide_mask: bool = False  # its rows begin on 16 elements
+    dropout: bool = False
+
+    def refuses(self, mask: Tensor | None) -> bool:
+        """Whether the mask begins where its wide loads cannot; a problem does not say."""
+        return self.wide_mask and mask is not None and mask.data_ptr() % _WIDE != 0
+
+    @property
+    def narrow(self) -> TermsSpecialisation:
+        return self._replace(wide_mask=False)
+
+
+class ForwardSpecialisation(NamedTuple):
+    """What a forward kernel is compiled for."""
+
+    dtype: torch.dtype
+    head_tile: int
+    low: bool
+    high: bool
+    tail: bool  # the last tile of keys is not whole
+    dynamic: bool  # programs take tiles when they are ready, instead of having them dealt out
+    terms: TermsSpecialisation
+    config: ForwardConfig
+
+
+class BackwardSpecialisation(NamedTuple):
+    """What the kernels of a backward are compiled for."""
+
+    dtype: torch.dtype
+    head_tile: int
+    low: bool
+    high: bool
+    tail: bool  # the last block of keys is not whole
+    empty_rows: bool  # some row may see no key
+    grad_lse: bool
+    fused: bool
+    terms: TermsSpecialisation
+    config: BackwardConfig
+
+
+def reasons(problem: Problem) -> tuple[Reason, ...]:
+    """Why these kernels do not take a problem that their capability takes."""
+    found = []
+    if problem.options.scale <= 0.0:
+        found.append(("scale", "takes a positive scale only", ""))
+    mask = problem.mask
+    if mask is not None and mask.shape[3] > 1 and mask.strides[3] != 1:
+        found.append(("mask_strides", "takes a mask whose last axis is contiguous", ""))
+    if problem.stage != "forward" and (problem.head_dim % 8 or problem.value_dim % 8):
+        found.append(("head_dim", "takes multiples of 8 as head dimensions in a backward", ""))
+    for name, (shape, strides) in _described(problem).items():
+        if not _describable(shape, strides, problem.dtype.itemsize):
+            found.append(("strides", f"cannot have TMA walk the strides {strides} of {name}", ""))
+    return tuple(Reason(*reason) for reason in found)
+
+
+def _described(problem: Problem) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shape and strides of the tensors that TMA reads and writes, by their names."""
+    last = "output", problem.out_strides
+    if problem.stage != "forward":
+        last = "grad_out", problem.grad_strides or ()
+    return {**problem.operands, last[0]: (_out_shape(problem), last[1])}
+
+
+def _describable(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether TMA can walk a tensor: contiguous rows that begin on 16 bytes and do not overlap."""
+    if shape[-1] > 1 and strides[-1] != 1:
+        return False
+    outer = [stride for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size > 1]
+    return all(s >= shape[-1] and s * itemsize % 16 == 0 and s * itemsize < 2**40 for s in outer)
+
+
+class Geometry(NamedTuple):
+    """Shape and strides of a tensor as TMA wants them."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], strides: Sequence[int]) -> Geometry:
+        """Axes of size one get a stride that is legal, the last axis stride 1."""
+        row = -(-shape[-1] // 8) * 8
+        pairs = zip(shape[:-1], strides[:-1], strict=True)
+        return cls(tuple(shape), (*(row if size == 1 else step for size, step in pairs), 1))
+
+
+class Descriptor:
+    """A tensor with its geometry: the part of Triton's TensorDescriptor that a launch reads."""
+
+    __slots__ = ("base", "padding", "shape", "strides")
+
+    def __init__(self, base: Tensor, geometry: Geometry) -> None:
+        self.base = base
+        self.shape, self.strides = geometry
+        self.padding = "zero"
+
+
+class ScoreTerms(NamedTuple):
+    """Arguments of what shapes a score, around the pointers of mask and seed."""
+
+    scales: tuple[float, float]
+    mask_strides: tuple[int, int, int]
+    dropout: tuple[int, float]
+
+    @classmethod
+    def of(cls, problem: Problem) -> ScoreTerms:
+        options, mask = problem.options, problem.mask
+        unit = 1.0 if mask is not None and mask.kind == "additive" else _LOG2_E
+        cap = options.softcap
+        factor = 2.0 * _LOG2_E * options.scale / cap if cap else options.scale * unit
+        threshold = options.threshold
+        return cls(
+            (factor, cap * unit),
+            _mask_strides(mask),
+            (_signed(threshold << 16), keep_scale(threshold)),
+        )
+
+    def arguments(self, tensors: Tensors, spare: int) -> tuple[int | float, ...]:
+        """`spare` is an address for a tensor that is not there."""
+        _, _, _, mask, seed = tensors
+        return (
+            *self.scales,
+            spare if mask is None else mask.data_ptr(),
+            *self.mask_strides,
+            spare if seed is None else seed.data_ptr(),
+            *self.dropout,
+        )
+
+
+def _signed(word: int) -> int:
+    """A 32-bit word as the signed integer that an argument is."""
+    return word - 2**32 if word >= 2**31 else word
+
+
+def _mask_strides(mask: MaskSpec | None) -> tuple[int, int, int]:
+    if mask is None:
+        return 0, 0, 0
+    pairs = zip(mask.shape[:3], mask.strides[:3], strict=True)
+    batch, head, row = (0 if size == 1 else stride for size, stride in pairs)
+    return batch, head, row
+
+
+class ForwardPlan(NamedTuple):
+    """What a launch of a forward needs beside its tensors."""
+
+    special: ForwardSpecialisation
+    kernel: Kernel
+    programs: int
+    device: int
+    geometries: tuple[Geometry, Geometry, Geometry, Geometry]  # of query, key, value and out
+    out: Place
+    lse: Place
+    work: tuple[int, ...]
+    terms: ScoreTerms
+
+    def run(self, _: Any, tensors: Tensors) -> Saved:
+        query, key, value, mask, _ = tensors
+        device, kernel = query.device, self.kernel
+        if self.special.terms.refuses(mask):
+            kernel = _forward_kernel(self.special._replace(terms=self.special.terms.narrow), device)
+        out, lse = self.out.allocate(device), self.lse.allocate(device)
+        address = lse.data_ptr()
+        counter = torch.zeros(1, dtype=torch.int32, device=device) if self.special.dynamic else lse
+        of_query, of_key, of_value, of_out = self.geometries
+        kernel(
+            self.programs,
+            self.device,
+            Descriptor(query, of_query),
+            Descriptor(key, of_key),
+            Descriptor(value, of_value),
+            Descriptor(out, of_out),
+            address,
+            counter.data_ptr(),
+            *self.work,
+            *self.terms.arguments(tensors, address),
+        )
+        return Saved(out, lse)
+
+
+def specialise_forward(
+    problem: Problem, processors: int, config: ForwardConfig | None = None
+) -> ForwardSpecialisation:
+    low, high = problem.options.band or (None, None)
+    config = config or _forward_config(problem, processors)
+    return ForwardSpecialisation(
+        problem.dtype,
+        _head_tile(problem),
+        low=low is not None,
+        high=high is not None,
+        tail=problem.key_length % config.keys != 0,
+        dynamic=_row_tiles(problem, config) >= _DYNAMIC_TURNS * processors,
+        terms=_terms(problem),
+        config=config,
+    )
+
+
+def _forward_config(problem: Problem, processors: int) -> ForwardConfig:
+    tile, terms = _head_tile(problem), _terms(problem)
+    many_tiles = _row_tiles(problem, _THREE) >= _DYNAMIC_TURNS * processors
+    if tile == 64 and terms.mask == "none" and many_tiles:
+        return _THREE
+    return _FORWARD._replace(pipelined=terms.mask == "none" and not terms.dropout)
+
+
+def _row_tiles(problem: Problem, config: ForwardConfig) -> int:
+    rows = WARPGROUP_ROWS * config.consumers
+    return problem.batch * problem.heads * -(-problem.query_length // rows)
+
+
+def plan_forward(
+    problem: Problem, processors: int, config: ForwardConfig | None = None
+) -> ForwardPlan:
+    """`config` is given where configurations are compared."""
+    special = specialise_forward(problem, processors, config)
+    planes, shape = problem.batch * problem.heads, _out_shape(problem)
+    return ForwardPlan(
+        special,
+        _forward_kernel(special, problem.device),
+        min(_row_tiles(problem, special.config), processors),
+        _index(problem.device),
+        (*_operand_geometries(problem), Geometry.of(shape, problem.out_strides)),
+        Place(shape, problem.out_strides, problem.dtype),
+        dense(shape[:3]),
+        (*_sizes(problem), planes, _cohort(problem, special), *_band(problem)),
+        ScoreTerms.of(problem),
+    )
+
+
+class _Kernels(NamedTuple):
+    statistics: Kernel
+    keys: Kernel
+    last: Kernel  # dQ: from its sums, or from the start
+
+
+class BackwardPlan(NamedTuple):
+    """What a backward needs beside its tensors."""
+
+    special: BackwardSpecialisation
+    kernels: _Kernels
+    programs: tuple[int, int, int]  # of the kernels
+    device: int
+    geometries: tuple[Geometry, Geometry, Geometry, Geometry]  # of query, key, value and grad_out
+    places: tuple[Place, Place, Place]  # of the gradients of query, key and value
+    statistic: Place
+    sums: Place
+    sizes: tuple[int, int, int, int]
+    key_order: tuple[int, int]  # planes and cohort of the kernel of keys
+    row_order: tuple[int, int]
+    band: tuple[int, int]
+    dims: tuple[int, int]
+    scale: float
+    terms: ScoreTerms
+
+    def run(self, _: Any, tensors: Tensors, saved: Saved, upstream: Upstream) -> Gradients:
+        device = tensors.query.device
+        grad_query, grad_key, grad_value = (place.allocate(device) for place in self.places)
+        lse, delta = self.statistic.allocate(device), self.statistic.allocate(device)
+        sums = self.sums.allocate(device) if self.special.fused else lse
+        kernels = self.kernels
+        if self.special.terms.refuses(tensors.mask):
+            terms = self.special.terms.narrow
+            kernels = _backward_kernels(self.special._replace(terms=terms), device)
+        self._run_statistics(tensors, saved, upstream, (lse, delta, sums))
+        operands = (*tensors[:3], upstream.out)
+        described = tuple(map(Descriptor, operands, self.geometries))
+        by_query, by_key, by_value = (
+            Descriptor(tensor, Geometry.of(place.shape, place.strides))
+            for tensor, place in zip((grad_query, grad_key, grad_value), self.places, strict=True)
+        )
+        rows = Geometry(self.statistic.shape, self.statistic.strides)
+        by_sums = Descriptor(sums, Geometry(self.sums.shape, self.sums.strides))
+        numbers = self.terms.arguments(tensors, lse.data_ptr())
+        kernels.keys(
+            self.programs[1],
+            self.device,
+            *described,
+            *(Descriptor(lse, rows), Descriptor(delta, rows), by_key, by_value, by_sums),
+            *(*self.sizes, *self.key_order, *self.band, *numbers, self.scale),
+        )
+        if self.special.fused:
+            kernels.last(
+                self.programs[2],
+                self.device,
+                *(sums.data_ptr(), grad_query.data_ptr()),
+                *(self.sizes[0], self.sizes[2], self.dims[0], self.scale),
+                *by_query.strides[:3],
+            )
+        else:
+            kernels.last(
+                self.programs[2],
+                self.device,
+                *(*described, by_query),
+                *(lse.data_ptr(), delta.data_ptr()),
+                *(*self.sizes, *self.row_order, *self.band, *numbers),
+                *(self.statistic.shape[1], self.scale),
+            )
+        return Gradients(grad_query, grad_key, grad_value, None)
+
+    def _run_statistics(
+        self, tensors: Tensors, saved: Saved, upstream: Upstream, results: tuple[Tensor, ...]
+    ) -> None:
+        out = _as_written(saved.out, tensors.query)
+        grad_lse = saved.lse if upstream.lse is None else upstream.lse
+        sources = out, upstream.out, saved.lse, grad_lse
+        self.kernels.statistics(
+            self.programs[0],
+            self.device,
+            *(tensor.data_ptr() for tensor in (*sources, *results)),
+            *(self.sizes[0], self.statistic.shape[1], self.sizes[2], *self.dims),
+            *Geometry.of(out.shape, out.stride()).strides[:3],
+            *self.geometries[3].strides[:3],
+            *saved.lse.stride(),
+            *grad_lse.stride(),
+        )
+
+
+def specialise_backward(
+    problem: Problem, config: BackwardConfig | None = None
+) -> BackwardSpecialisation:
+    low, high = problem.options.band or (None, None)
+    tile = _head_tile(problem)
+    return BackwardSpecialisation(
+        problem.dtype,
+        tile,
+        low=low is not None,
+        high=high is not None,
+        tail=problem.key_length % KEY_BLOCK != 0,
+        empty_rows=_may_have_empty_rows(problem),
+        grad_lse=problem.lse,
+        fused=not problem.deterministic,
+        terms=_terms(problem),
+        config=config or _BACKWARD[tile],
+    )
+
+
+def plan_backward(
+    problem: Problem, processors: int, config: BackwardConfig | None = None
+) -> BackwardPlan:
+    special = specialise_backward(problem, config)
+    planes, key_planes = problem.batch * problem.heads, problem.batch * problem.kv_heads
+    padded = -(-problem.query_length // _PADDING) * _PADDING
+    programs = planes * -(-problem.query_length // PLAIN_ROWS)
+    if not special.fused:
+        programs = min(planes * padded // _PADDING, processors)
+    query, key, value = (
+        following(shape, strides, problem.dtype) for shape, strides in problem.operands.values()
+    )
+    grad_out = Geometry.of(_out_shape(problem), problem.grad_strides or ())
+    return BackwardPlan(
+        special,
+        _backward_kernels(special, problem.device),
+        (
+            planes * (padded // PLAIN_ROWS),
+            key_planes * -(-problem.key_length // KEY_BLOCK),
+            programs,
+        ),
+        _index(problem.device),
+        (*_operand_geometries(problem), grad_out),
+        (query, key, value),
+        dense((planes, padded)),
+        dense((planes, problem.query_length, problem.head_dim)),
+        _sizes(problem),
+        (key_planes, 1 if problem.options.band is None else min(_KEY_COHORT, key_planes)),
+        (planes, 1 if problem.options.band is None else planes),
+        _band(problem),
+        (problem.head_dim, problem.value_dim),
+        problem.options.scale,
+        ScoreTerms.of(problem),
+    )
+
+
+@functools.lru_cache(_KNOWN_PROBLEMS)
+def _forward_kernel(special: ForwardSpecialisation, device: torch.device) -> Kernel:
+    from orchard.backends.cuda.hopper_source import Kernel, forward_source
+
+    with torch.cuda.device(device):
+        return Kernel(forward_source(special))
+
+
+@functools.lru_cache(_KNOWN_PROBLEMS)
+def _backward_kernels(special: BackwardSpecialisation, device: torch.device) -> _Kernels:
+    from orchard.backends.cuda import hopper_source
+    from orchard.backends.cuda.hopper_source import Kernel
+
+    last = hopper_source.sums_source if special.fused else hopper_source.rows_source
+    sources = hopper_source.statistics_source, hopper_source.keys_source, last
+    with torch.cuda.device(device):
+        return _Kernels(*(Kernel(source(special)) for source in sources))
+
+
+def _terms(problem: Problem) -> TermsSpecialisation:
+    options, mask = problem.options, problem.mask
+    terms = TermsSpecialisation(options.softcap != 0.0, dropout=options.threshold != 0)
+    if mask is None:
+        return terms
+    return terms._replace(
+        mask=mask.kind,
+        mask_dtype=mask.dtype,
+        mask_keys=mask.shape[3] > 1,
+        wide_mask=all(stride % _WIDE == 0 for stride in _mask_strides(mask)),
+    )
+
+
+def _may_have_empty_rows(problem: Problem) -> bool:
+    low, high = problem.options.band or (None, None)
+    before = high is not None and high < 0
+    after = low is not None and problem.query_length + low > problem.key_length
+    return problem.mask is not None or before or after
+
+
+def _head_tile(problem: Problem) -> int:
+    """The head dimension that tiles of keys, values and output are padded to."""
+    widest = max(problem.head_dim, problem.value_dim)
+    return next(tile for tile in HEAD_TILES if widest <= tile)
+
+
+def _out_shape(problem: Problem) -> tuple[int, ...]:
+    return (*problem.query_shape[:3], problem.value_dim)
+
+
+def _operand_geometries(problem: Problem) -> tuple[Geometry, Geometry, Geometry]:
+    query, key, value = (Geometry.of(*operand) for operand in problem.operands.values())
+    return query, key, value
+
+
+def _sizes(problem: Problem) -> tuple[int, int, int, int]:
+    """Rows, keys, heads, and query heads of a key head."""
+    heads = problem.heads
+    return problem.query_length, problem.key_length, heads, heads // problem.kv_heads
+
+
+def _cohort(problem: Problem, special: ForwardSpecialisation) -> int:
+    """Planes worked on side by side. Under a band, where tiles differ in length and the longest are
+    to come first: all where tiles are dealt out, else as many as the cache holds the keys of."""
+    planes = problem.batch * problem.heads
+    if problem.options.band is None:
+        return 1
+    if not special.dynamic:
+        return planes
+    group = problem.heads // problem.kv_heads
+    plane_bytes = 2 * problem.key_length * special.head_tile * problem.dtype.itemsize
+    return max(1, min(planes, group * _CACHE_SHARE // plane_bytes))
+
+
+def _band(problem: Problem) -> tuple[int, int]:
+    """The band as two numbers that can be added to a row."""
+    low, high = problem.options.band or (None, None)
+    return (
+        -_FURTHEST if low is None else max(low, -_FURTHEST),
+        _FURTHEST if high is None else min(high, _FURTHEST),
+    )
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _as_written(out: Tensor, query: Tensor) -> Tensor:
+    """The output in query's memory order and on 16 bytes, as a forward gives it."""
+    out = memory.conform(out, query)
+    return out.clone() if out.data_ptr() % 16 else out

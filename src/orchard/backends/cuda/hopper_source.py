@@ -1,0 +1,214 @@
+"""The Hopper kernels as Triton compiles them: types of arguments, constants, loaded kernels."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton._C.libtriton import gluon_ir
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from orchard.backends.cuda.hopper_backward import (
+    backward_kernel,
+    grad_query_kernel,
+    rows_kernel,
+    statistics_kernel,
+)
+from orchard.backends.cuda.hopper_forward import forward_kernel
+from orchard.backends.cuda.hopper_plan import (
+    KEY_BLOCK,
+    PLAIN_ROWS,
+    WARPGROUP_ROWS,
+    BackwardSpecialisation,
+    ForwardSpecialisation,
+    TermsSpecialisation,
+)
+
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "i8"}
+_ELEMENTS = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}
+_MASKS = {"none": 0, "bool": 1, "additive": 2}
+_WIDE = 16  # bytes of the widest load, and elements that its strides are multiples of
+_SHAPE = dict.fromkeys(
+    ("rows", "key_count", "heads", "group", "planes", "cohort", "low", "high"), "i32"
+)
+
+
+def unavailable() -> str | None:
+    """Why this Triton cannot build the fused backward, or None."""
+    if not hasattr(gluon_ir.GluonOpBuilder, "create_async_tma_reduce"):
+        return f"triton {triton.__version__} does not expose TMA reductions"
+    return None
+
+
+class Source(NamedTuple):
+    """One specialisation of a kernel: its function, the types of its arguments, its constants."""
+
+    function: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, int]
+    divisors: Mapping[str, int] = {}  # of pointers and integers, for wide loads
+
+    def compile(self, target: Any = None) -> Any:
+        """The kernel for `target`, by default that of the current device."""
+        names = self.function.arg_names
+        signature = {name: self.types.get(name, "constexpr") for name in names}
+        constants = {(names.index(name),): value for name, value in self.constants.items()}
+        attributes = {
+            (names.index(name),): [["tt.divisibility", divisor]]
+            for name, divisor in self.divisors.items()
+        }
+        kind = GluonASTSource if self.function.is_gluon() else triton.compiler.ASTSource
+        source = kind(self.function, signature, constants, attributes)
+        return triton.compile(source, target=target, options={"num_warps": 4})
+
+
+_compiling = threading.Lock()
+
+
+class Kernel:
+    """A compiled specialisation, loaded on the device that was current."""
+
+    def __init__(self, source: Source) -> None:
+        with _compiling:
+            compiled = source.compile()
+            self._run = compiled.run
+            self._function = compiled.function
+            self._metadata = compiled.packed_metadata
+        self._constants = tuple(source.constants.values())
+        self._stream = triton.runtime.driver.active.get_current_stream
+
+    def __call__(self, programs: int, device: int, *arguments: object) -> None:
+        """Enqueue on the current stream; the arguments are those of `Source.types`, in order."""
+        self._run(
+            *(programs, 1, 1, self._stream(device), self._function, self._metadata),
+            *(None, None, None),  # launch metadata and hooks, for profilers of Triton
+            *arguments,
+            *self._constants,
+        )
+
+
+def tile_type(dtype: str, block: Sequence[int]) -> str:
+    """Triton's name of the type of a descriptor that moves such blocks."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENTS[dtype])
+    return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
+
+
+def _terms(terms: TermsSpecialisation) -> tuple[dict[str, str], dict[str, int], dict[str, int]]:
+    """Types, divisors and constants of what shapes a score; what is not there has a dummy type."""
+    mask = "*fp32" if terms.mask_dtype is None else f"*{_TYPES[terms.mask_dtype]}"
+    types = {"factor": "fp32", "cap": "fp32", "mask": mask}
+    types |= dict.fromkeys(("mask_batch", "mask_head", "mask_row"), "i64")
+    types |= {"seed": "*i32", "threshold": "i32", "keep_scale": "fp32"}
+    names = ("mask", "mask_batch", "mask_head", "mask_row")
+    constants = {
+        "SOFTCAP": terms.softcap,
+        "MASK": _MASKS[terms.mask],
+        "MASK_KEYS": terms.mask_keys,
+        "DROPOUT": terms.dropout,
+    }
+    return types, dict.fromkeys(names, _WIDE) if terms.wide_mask else {}, constants
+
+
+def forward_source(special: ForwardSpecialisation) -> Source:
+    config = special.config
+    rows = _tile(special.dtype, WARPGROUP_ROWS, special.head_tile)
+    keys = _tile(special.dtype, config.keys, special.head_tile)
+    types = {"query": rows, "key": keys, "value": keys, "out": rows}
+    types |= {"lse": "*fp32", "counter": "*i32"}
+    terms, divisors, flags = _terms(special.terms)
+    constants = {
+        "CONSUMERS": config.consumers,
+        "TILE": config.keys,
+        "STAGES": config.stages,
+        "REGISTERS": config.registers,
+        "PIPELINED": config.pipelined,
+        "DYNAMIC": special.dynamic,
+        "LOW": special.low,
+        "HIGH": special.high,
+        "TAIL": special.tail,
+    }
+    types |= _SHAPE | terms
+    return Source(forward_kernel, types, constants | flags, divisors | {"lse": _WIDE})
+
+
+def statistics_source(special: BackwardSpecialisation) -> Source:
+    pointer = f"*{_TYPES[special.dtype]}"
+    strides = ("out_batch", "out_head", "out_row", "grad_batch", "grad_head", "grad_row")
+    lse_strides = ("lse_batch", "lse_head", "lse_row")
+    grad_lse_strides = ("grad_lse_batch", "grad_lse_head", "grad_lse_row")
+    types = {"out": pointer, "grad_out": pointer}
+    types |= dict.fromkeys(("lse", "grad_lse", "scaled_lse", "delta", "grad_query_sums"), "*fp32")
+    types |= dict.fromkeys(("rows", "padded_rows", "heads", "head_dim", "value_dim"), "i32")
+    types |= dict.fromkeys((*strides, *lse_strides, *grad_lse_strides), "i64")
+    pointers = ("out", "grad_out", "scaled_lse", "delta", "grad_query_sums")
+    divisors = dict.fromkeys(pointers, _WIDE)
+    divisors |= dict.fromkeys((*strides, "head_dim", "value_dim"), 8)
+    constants = {
+        "HEAD_TILE": special.head_tile,
+        "BLOCK": PLAIN_ROWS,
+        "GRAD_LSE": special.grad_lse,
+        "SUMS": special.fused,
+    }
+    return Source(statistics_kernel, types, constants, divisors)
+
+
+def keys_source(special: BackwardSpecialisation) -> Source:
+    """dK and dV, and where the backward is fused the sums of dQ."""
+    config = special.config
+    rows = _tile(special.dtype, config.rows, special.head_tile)
+    block = _tile(special.dtype, KEY_BLOCK, special.head_tile)
+    statistics = tile_type("fp32", (1, config.rows))
+    types = {"query": rows, "key": block, "value": block, "grad_out": rows}
+    types |= {"lse": statistics, "delta": statistics, "grad_key": block, "grad_value": block}
+    types |= {"sums": tile_type("fp32", (1, WARPGROUP_ROWS, 64))}
+    terms, divisors, flags = _terms(special.terms)
+    types |= _SHAPE | terms | {"grad_scale": "fp32"}
+    constants = {
+        "ROW_TILE": config.rows,
+        "STAGES": config.stages,
+        "REGISTERS": config.registers,
+        "LOW": special.low,
+        "HIGH": special.high,
+        "TAIL": special.tail,
+        "EMPTY_ROWS": special.empty_rows,
+        "FUSED": special.fused,
+    }
+    return Source(backward_kernel, types, constants | flags, divisors)
+
+
+def rows_source(special: BackwardSpecialisation) -> Source:
+    """dQ apart, for a backward that is not fused."""
+    rows = _tile(special.dtype, WARPGROUP_ROWS, special.head_tile)
+    block = _tile(special.dtype, KEY_BLOCK, special.head_tile)
+    types = {"query": rows, "key": block, "value": block, "grad_out": rows}
+    types |= {"grad_query": rows, "lse": "*fp32", "delta": "*fp32"}
+    terms, divisors, flags = _terms(special.terms)
+    types |= _SHAPE | terms | {"padded_rows": "i32", "grad_scale": "fp32"}
+    constants = {
+        "STAGES": special.config.stages,
+        "REGISTERS": special.config.registers,
+        "LOW": special.low,
+        "HIGH": special.high,
+        "TAIL": special.tail,
+    }
+    divisors |= {"lse": _WIDE, "delta": _WIDE}
+    return Source(rows_kernel, types, constants | flags, divisors)
+
+
+def sums_source(special: BackwardSpecialisation) -> Source:
+    """dQ from its fp32 sums, after a fused backward."""
+    types = {"sums": "*fp32", "grad_query": f"*{_TYPES[special.dtype]}"}
+    types |= {"rows": "i32", "heads": "i32", "head_dim": "i32", "scale": "fp32"}
+    strides = ("grad_batch", "grad_head", "grad_row")
+    types |= dict.fromkeys(strides, "i64")
+    divisors = {"sums": _WIDE, "grad_query": _WIDE, **dict.fromkeys((*strides, "head_dim"), 8)}
+    constants = {"HEAD_TILE": special.head_tile, "BLOCK": PLAIN_ROWS}
+    return Source(grad_query_kernel, types, constants, divisors)
+
+
+def _tile(dtype: torch.dtype, rows: int, head_tile: int) -> str:
+    return tile_type(_TYPES[dtype], (1, 1, rows, head_tile))

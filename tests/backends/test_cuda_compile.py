@@ -1,0 +1,131 @@
+"""The Triton kernels compiled for GPUs that need not be here."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from orchard.attention.problem import Band, Options, Tensors, Upstream, describe
+from orchard.backends.cuda import CudaBackend
+from orchard.backends.cuda.runtime import Gpu, Step, compiled, pointers_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton"),
+]
+
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}  # bytes that a program may have
+
+
+class Recorder:
+    """In the place of a GPU of some architecture: keeps what is launched."""
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+        self.calls: list[tuple[Step, tuple[Tensor | None, ...]]] = []
+
+    def gpu(self, device: torch.device) -> Gpu:
+        return Gpu(self.architecture, 132)
+
+    def on(self, device: torch.device) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def launch(self, step: Step, *tensors: Tensor | None) -> None:
+        self.calls.append((step, tensors))
+
+
+def steps(
+    architecture: int,
+    dtype: torch.dtype,
+    dim: int,
+    options: Options,
+    *,
+    rows: int = 256,
+    mask: tuple[int, ...] | None = None,
+    transposed: bool = False,
+) -> Iterator[tuple[Step, tuple[Tensor | None, ...]]]:
+    """What a forward and, unless it is a decode, a backward launch."""
+    recorder = Recorder(architecture)
+    backend = CudaBackend(recorder)
+    shapes = ((1, 4, rows, dim), (1, 2, 4096, dim), (1, 2, 4096, dim))
+    query, key, value = (torch.empty(shape, dtype=dtype) for shape in shapes)
+    if transposed:
+        query, key, value = (t.mT.contiguous().mT for t in (query, key, value))
+    tensors = Tensors(query, key, value, None if mask is None else torch.empty(mask, dtype=dtype))
+    tensors = tensors._replace(seed=torch.zeros(2, dtype=torch.int32))
+    gradient = {"grad": True, "mask_grad": mask is not None}
+    kernel = "decode" if rows == 1 else "tiled"
+    saved = backend.forward(describe(tensors, options, **gradient), kernel, tensors)
+    if kernel == "tiled":
+        grad_out = torch.empty_like(saved.out)
+        problem = describe(tensors, options, stage="backward", grad_out=grad_out, **gradient)
+        backend.backward(problem, kernel, tensors, saved, Upstream(grad_out, None))
+    yield from recorder.calls
+
+
+CAUSAL = Options(0.1, band=Band(None, 0))
+PROBLEMS = {
+    "bf16, D 64, causal": (torch.bfloat16, 64, CAUSAL, {}),
+    "fp16, D 128, transposed, window": (
+        *(torch.float16, 128, Options(0.1, band=Band(-900, 7))),
+        {"transposed": True},
+    ),
+    "bf16, D 256": (torch.bfloat16, 256, Options(0.1), {}),
+    "bf16, D 64, dropout, softcap, mask": (
+        *(torch.bfloat16, 64, Options(0.1, 5.0, None, 6000)),
+        {"mask": (1, 1, 256, 4096)},
+    ),
+    "bf16, D 128, decode": (torch.bfloat16, 128, Options(0.1), {"rows": 1}),
+    "fp32, D 64": (torch.float32, 64, Options(0.1), {}),
+}
+# The default blocks, and those of Hopper where they differ most.
+COMPILED = [(name, 80) for name in PROBLEMS if "mask" not in name] + [
+    ("bf16, D 64, dropout, softcap, mask", 90),
+    ("bf16, D 64, causal", 90),
+]
+
+
+@pytest.mark.parametrize(("name", "architecture"), COMPILED)
+def test_kernels_compile(
+    name: str, architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To machine code, with no more shared memory than the GPU has, by the shipped blocks."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    dtype, dim, options, rest = PROBLEMS[name]
+    seen = set()
+    for step, tensors in steps(architecture, dtype, dim, options, **rest):
+        kernel = compiled(step.specialisation, pointers_of(tensors, True), architecture)
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED_MEMORY[architecture]
+        if architecture == 80:  # the default blocks, which serve smaller GPUs too
+            assert kernel.metadata.shared <= SHARED_MEMORY[86]
+        seen.add(step.specialisation.kernel)
+    assert len(seen) >= 2
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_fp32_stays_off_wgmma(dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ptxas 12.8 makes such products of split operands read descriptors that nobody wrote."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for step, tensors in steps(90, torch.float32, dim, Options(0.1)):
+        kernel = compiled(step.specialisation, pointers_of(tensors, True), 90)
+        assert "wgmma" not in kernel.asm["ptx"], step.specialisation.kernel
+        assert kernel.metadata.shared <= SHARED_MEMORY[90]
+
+
+@pytest.mark.parametrize(("transposed", "aligned"), [(False, True), (True, True), (False, False)])
+def test_loads_are_as_wide_as_they_may_be(
+    transposed: bool, aligned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows or columns that are contiguous are copied 16 bytes at a time, whichever it is."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    step, tensors = next(steps(80, torch.bfloat16, 128, Options(0.1), transposed=transposed))
+    text = compiled(step.specialisation, pointers_of(tensors, aligned), 80).asm["ptx"]
+    assert ("cp.async.cg.shared.global" in text) == aligned

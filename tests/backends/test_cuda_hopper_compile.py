@@ -1,0 +1,144 @@
+"""The Hopper kernels compile for sm_90 without a GPU: on tensor cores, and kept in registers."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from orchard.attention.problem import Band, MaskSpec, Options, Problem
+from orchard.backends.cuda import hopper_plan
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+pytest.importorskip(
+    "triton.experimental.gluon.language.nvidia.hopper", reason="this triton has no Gluon for Hopper"
+)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402 (after the skips)
+
+from orchard.backends.cuda import hopper_source  # noqa: E402
+
+SM_90 = GPUTarget("cuda", 90, 32)
+PROCESSORS = 132
+SHARED_BYTES = 227 * 1024  # that a block may have
+CAUSAL, WINDOW = Band(None, 0), Band(-100, 20)
+
+
+def problem(
+    head_dim: int,
+    *,
+    band: Band | None = None,
+    keys: int = 4096,
+    dtype: torch.dtype = torch.bfloat16,
+    mask: torch.dtype | None = None,
+    dropout: bool = False,
+    softcap: float = 0.0,
+    stage: str = "forward",
+    deterministic: bool = False,
+) -> Problem:
+    """Large enough for the configurations of long sequences."""
+    rows = (2, 64, 4096, head_dim)
+    shape = (2, 64, keys, head_dim)
+    strides = (64 * 4096 * head_dim, 4096 * head_dim, head_dim, 1)
+    key_strides = (64 * keys * head_dim, keys * head_dim, head_dim, 1)
+    spec = None
+    if mask is not None:
+        spec = MaskSpec(mask, (2, 1, 4096, keys), (4096 * keys, 4096 * keys, keys, 1))
+    return Problem(
+        stage,
+        torch.device("cuda", 0),
+        dtype,
+        *(rows, shape, shape),
+        *(strides, key_strides, key_strides),
+        None if stage == "forward" else strides,
+        spec,
+        Options(0.125, softcap, band, 6554 if dropout else 0),
+        lse=True,
+        grad=True,
+        mask_grad=False,
+        aligned=True,
+        deterministic=deterministic,
+    )
+
+
+def forward(head_dim: int, **options: object) -> hopper_source.Source:
+    given = problem(head_dim, **options)
+    assert hopper_plan.reasons(given) == ()
+    return hopper_source.forward_source(hopper_plan.specialise_forward(given, PROCESSORS))
+
+
+def backward(head_dim: int, **options: object) -> hopper_plan.BackwardSpecialisation:
+    given = problem(head_dim, stage="backward", **options)
+    assert hopper_plan.reasons(given) == ()
+    return hopper_plan.specialise_backward(given)
+
+
+def keys(head_dim: int, **options: object) -> hopper_source.Source:
+    return hopper_source.keys_source(backward(head_dim, **options))
+
+
+def rows(head_dim: int, **options: object) -> hopper_source.Source:
+    return hopper_source.rows_source(backward(head_dim, deterministic=True, **options))
+
+
+# Source and bytes that it may spill. The forward spills nothing. A block of keys keeps its sums and
+# products in 192 to 224 of 240 registers: there some addresses are spilled, and with Philox and
+# a mask the statistics of rows and their addresses, too.
+KERNELS = {
+    "forward, D 128, causal": (lambda: forward(128, band=CAUSAL, dtype=torch.float16), 0),
+    "forward, D 64, window, tail": (lambda: forward(64, band=WINDOW, keys=4000), 0),
+    "forward, D 128, dropout": (lambda: forward(128, dropout=True), 0),
+    "forward, D 64, additive mask, softcap": (
+        lambda: forward(64, mask=torch.float32, softcap=20.0),
+        0,
+    ),
+    "backward, D 128, fused": (lambda: keys(128), 64),
+    "backward, D 64, fused, causal": (lambda: keys(64, band=CAUSAL), 128),
+    "backward, D 128, fused, dropout, bool mask": (
+        lambda: keys(128, dropout=True, mask=torch.bool),
+        512,
+    ),
+    "backward, D 128, split": (lambda: keys(128, deterministic=True), 64),
+    "backward, D 64, rows, window, tail, softcap": (
+        lambda: rows(64, band=WINDOW, keys=4000, softcap=20.0),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_compiles_for_hopper(name: str, tmp_path: Path) -> None:
+    source, spilled_at_most = KERNELS[name]
+    if "fused" in name and (reason := hopper_source.unavailable()):
+        pytest.skip(reason)
+    compiled = source().compile(SM_90)
+    ptx = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert ("cp.reduce.async.bulk.tensor" in ptx) == ("backward" in name and "fused" in name)
+    assert compiled.metadata.shared <= SHARED_BYTES
+    report = assembled(ptx, tmp_path)
+    assert "wgmma.mma_async instructions are serialized" not in report
+    spilled = int(re.search(r"(\d+) bytes spill stores", report)[1])
+    assert spilled <= spilled_at_most
+
+
+def test_the_kernels_before_and_after_a_backward_load_wide() -> None:
+    special = backward(128)
+    for source in (hopper_source.statistics_source, hopper_source.sums_source):
+        assert "ld.global.v4" in source(special).compile(SM_90).asm["ptx"]
+
+
+def assembled(ptx: str, folder: Path) -> str:
+    """What the assembler says about a kernel."""
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    finished = subprocess.run(
+        [assembler, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return finished.stderr

@@ -1,0 +1,141 @@
+"""What the Hopper kernels take, and how they are specialised: no GPU and no Triton is needed."""
+
+import math
+
+import pytest
+import torch
+
+from orchard.attention.problem import Band, Options, Problem, Tensors, describe
+from orchard.backends.cuda import hopper_plan
+
+PROCESSORS = 132
+
+
+def pose(
+    shape: tuple[int, int, int, int] = (2, 4, 256, 64),
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    stage: str = "forward",
+    **options: object,
+) -> Problem:
+    query = torch.empty(shape, dtype=dtype, device="meta")
+    given = Options(0.125, **options)
+    grad_out = query if stage == "backward" else None
+    return describe(Tensors(query, query, query), given, stage=stage, grad_out=grad_out)
+
+
+def codes(problem: Problem) -> list[str]:
+    return [reason.code for reason in hopper_plan.reasons(problem)]
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize("shape", [(2, 4, 256, 64), (1, 1, 1, 128), (3, 2, 77, 40), (1, 1, 1, 8)])
+def test_aligned_rows_are_taken(shape: tuple[int, int, int, int], stage: str) -> None:
+    assert codes(pose(shape, stage=stage)) == []
+
+
+def test_a_permuted_view_is_taken() -> None:
+    problem = pose((2, 4, 256, 64))._replace(query_strides=(256 * 4 * 64, 64, 4 * 64, 1))
+    assert codes(problem) == []
+
+
+@pytest.mark.parametrize(
+    ("strides", "why"),
+    [
+        ((65536, 16384, 1, 256), "a strided last axis"),
+        ((0, 16384, 64, 1), "an expanded batch"),
+        ((65540, 16385, 65, 1), "rows that do not begin on 16 bytes"),
+        ((65536, 16384, 8, 1), "rows that overlap"),
+    ],
+)
+def test_strides_that_tma_cannot_walk_are_refused(strides: tuple[int, ...], why: str) -> None:
+    assert codes(pose()._replace(key_strides=strides)) == ["strides"], why
+
+
+def test_every_reason_is_given() -> None:
+    problem = pose((1, 1, 16, 12), stage="backward")._replace(key_strides=(192, 192, 11, 1))
+    problem = problem._replace(options=problem.options._replace(scale=-1.0))
+    assert codes(problem) == ["scale", "head_dim", "strides", "strides", "strides", "strides"]
+
+
+def test_head_dimensions_of_a_backward_are_whole_groups() -> None:
+    assert codes(pose((1, 1, 64, 12), stage="backward")).count("head_dim") == 1
+    assert "head_dim" not in codes(pose((1, 1, 64, 12)))
+
+
+def test_a_mask_is_taken_by_its_last_axis() -> None:
+    mask = torch.ones(2, 1, 256, 256, dtype=torch.bool, device="meta")
+    query = torch.empty(2, 4, 256, 64, dtype=torch.float16, device="meta")
+    for given, expected in ((mask, []), (mask.mT, ["mask_strides"]), (mask[..., :1], [])):
+        assert codes(describe(Tensors(query, query, query, given), Options(1.0))) == expected
+
+
+@pytest.mark.parametrize(
+    ("band", "rows", "keys", "empty"),
+    [
+        (None, 64, 64, False),
+        (Band(None, 0), 64, 64, False),
+        (Band(None, -1), 64, 64, True),
+        (Band(-10, None), 64, 54, False),  # row 63 sees key 53
+        (Band(-10, None), 64, 53, True),
+    ],
+)
+def test_bands_that_leave_a_row_empty_are_known(
+    band: Band | None, rows: int, keys: int, empty: bool
+) -> None:
+    problem = pose((1, 1, rows, 64), stage="backward", band=band)
+    shape = (1, 1, keys, 64)
+    problem = problem._replace(key_shape=shape, value_shape=shape)
+    assert hopper_plan.specialise_backward(problem).empty_rows is empty
+
+
+def test_few_tiles_are_dealt_out_and_many_are_taken() -> None:
+    few = hopper_plan.specialise_forward(pose((1, 24, 1024, 64)), PROCESSORS)
+    many = hopper_plan.specialise_forward(pose((4, 32, 4096, 64)), PROCESSORS)
+    assert (few.dynamic, few.config.consumers) == (False, 2)
+    assert (many.dynamic, many.config.consumers) == (True, 3)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_scores_are_in_units_of_log_2(softcap: float) -> None:
+    terms = hopper_plan.ScoreTerms.of(pose(softcap=softcap))
+    factor, cap = terms.scales
+    product = 3.0
+    score = 0.125 * product
+    if softcap:
+        found = cap - 2 * cap / (1 + 2 ** (product * factor))
+        assert found == pytest.approx(softcap * math.tanh(score / softcap) * math.log2(math.e))
+    else:
+        assert product * factor == pytest.approx(score * math.log2(math.e))
+
+
+@pytest.mark.parametrize("threshold", [1, 6554, 32768, 65535])
+def test_the_threshold_is_the_upper_half_of_a_word(threshold: int) -> None:
+    word, _ = hopper_plan.ScoreTerms.of(pose(threshold=threshold)).dropout
+    assert word & 0xFFFFFFFF == threshold << 16
+    assert -(2**31) <= word < 2**31
+
+
+@pytest.mark.parametrize(
+    ("shape", "band", "cohort"),
+    [
+        ((4, 16, 4096, 128), None, 1),
+        ((4, 16, 4096, 128), Band(None, 0), 16),  # 2 MiB of keys and values each
+        ((1, 1, 65536, 128), Band(None, 0), 1),
+        ((1, 24, 1024, 128), Band(None, 0), 24),  # few tiles, dealt out
+    ],
+)
+def test_heads_side_by_side_fit_into_the_cache(
+    shape: tuple[int, int, int, int],
+    band: Band | None,
+    cohort: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hopper_plan, "_forward_kernel", lambda special, device: None)
+    problem = pose(shape, band=band)._replace(device=torch.device("cuda", 0))
+    rows, keys, heads, group, planes, found, low, high = hopper_plan.plan_forward(
+        problem, PROCESSORS
+    ).work
+    assert (rows, keys, heads, group) == (shape[2], shape[2], shape[1], 1)
+    assert (planes, found) == (shape[0] * shape[1], cohort)
+    assert (low < -shape[2], high) == (True, 0 if band else 2**30)
