@@ -196,11 +196,11 @@ def solve(
 
 
 def on_cpu(results: Results) -> Results:
-    return Results(*(None if result is None else result.cpu() for result in results))  # type: ignore[arg-type]
+    return Results(*(None if result is None else result.cpu() for result in results))
 
 
 def on_cpu_too(tensors: Tensors, upstream: Upstream, options: Options) -> tuple[Any, Any, Any]:
-    moved = Tensors(*(None if t is None else t.cpu() for t in tensors))  # type: ignore[arg-type]
+    moved = Tensors(*(None if t is None else t.cpu() for t in tensors))
     lse = None if upstream.lse is None else upstream.lse.cpu()
     return moved, options, Upstream(upstream.out.cpu(), lse)
 
@@ -285,7 +285,7 @@ def test_offsets_beyond_32_bits(backend: CudaBackend) -> None:
         solve(backend, packed, Options(0.1), grad_out),
         strict=True,
     ):
-        assert (one is None and other is None) or torch.equal(one, other)  # type: ignore[arg-type]
+        assert (one is None and other is None) or torch.equal(one, other)
 
 
 # How it is launched

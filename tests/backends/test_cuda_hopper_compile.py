@@ -1,5 +1,6 @@
 """The Hopper kernels compile for sm_90 without a GPU: on tensor cores, and kept in registers."""
 
+import importlib
 import re
 import subprocess
 from pathlib import Path
@@ -14,12 +15,9 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 pytest.importorskip(
     "triton.experimental.gluon.language.nvidia.hopper", reason="this triton has no Gluon for Hopper"
 )
+hopper_source = importlib.import_module("orchard.backends.cuda.hopper_source")  # needs both
 
-from triton.backends.compiler import GPUTarget  # noqa: E402 (after the skips)
-
-from orchard.backends.cuda import hopper_source  # noqa: E402
-
-SM_90 = GPUTarget("cuda", 90, 32)
+SM_90 = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
 PROCESSORS = 132
 SHARED_BYTES = 227 * 1024  # that a block may have
 CAUSAL, WINDOW = Band(None, 0), Band(-100, 20)

@@ -85,7 +85,7 @@ def on_gpu(problem: Problem) -> Problem:
 def kernel_for(tensors: Tensors, options: Options = PLAIN, **kind: Any) -> str | None:
     """Of the backend whose probe has passed."""
     backend = CudaBackend(FakeRuntime())
-    backend.unavailable = lambda *_: None  # type: ignore[method-assign]
+    backend.unavailable = lambda *_: None
     capability, _ = backend.select(on_gpu(describe(tensors, options, **kind)))
     return capability.kernel if capability else None
 

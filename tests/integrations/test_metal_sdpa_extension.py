@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
@@ -561,7 +561,10 @@ def test_register_and_unregister(switch: Any) -> None:
     given = operands()
     operator = "aten::scaled_dot_product_attention"
     before = torch._C._dispatch_dump(operator)
-    count: Callable[[], int] = lambda: orchard.stats()["torch_sdpa"]["served"]  # noqa: E731
+
+    def count() -> int:
+        return orchard.stats()["torch_sdpa"]["served"]
+
     switch.unregister_backend()  # nothing to undo
     switch.register_backend()
     switch.register_backend()  # once is enough
