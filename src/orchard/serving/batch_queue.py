@@ -118,11 +118,11 @@ class BatchQueue:
         """
         request = self._enqueue(x, deadline, priority)
         self._core.await_admission(request)
-        return request.future
+        return request
 
     async def asubmit(self, x: Any, *, deadline: float | None = None, priority: int = 0) -> Any:
         """The result of a request; cancelling the task cancels the request if it has not begun."""
-        return await asyncio.wrap_future(self._enqueue(x, deadline, priority).future)
+        return await asyncio.wrap_future(self._enqueue(x, deadline, priority))
 
     def _enqueue(self, x: Any, deadline: float | None, priority: int) -> Request:
         if deadline is not None and not _is_seconds(deadline):
@@ -134,15 +134,7 @@ class BatchQueue:
                 f"priority is {priority!r}; it must be an integer from {-HIGHEST_PRIORITY} to "
                 f"{HIGHEST_PRIORITY}"
             )
-        parcel, origin = self._runner.parcel(x)
-        if deadline is not None:
-            self._core.keep_time()
-
-        def make(number: int, now: float) -> Request:
-            moment = None if deadline is None else now + deadline
-            return Request(number, parcel, self._runner, origin, priority, now, moment)
-
-        return self._core.submit(make)
+        return self._core.submit(self._runner.parcel(x), self._runner, priority, deadline)
 
     def flush(self) -> None:
         """Run everything submitted so far without waiting for company; returns when it is done."""

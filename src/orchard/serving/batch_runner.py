@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from orchard.errors import ArgumentValueError, WorkerDied
-from orchard.serving.batching import Batching, OutputShapeError, Parcel
-from orchard.serving.lanes import Event, Lane, open_lanes
-from orchard.serving.requests import Request
+from orchard.serving.batching import Batching, Origin, OutputShapeError, Parcel
+from orchard.serving.lanes import Lane, open_lanes
 from orchard.text import one_line
 
 _OUT_OF_MEMORY = (  # how torch's allocators and CUDA's libraries say it in a plain RuntimeError
@@ -37,13 +36,6 @@ class LanePool(Protocol):
     def close(self) -> None: ...
 
 
-class Origin(NamedTuple):
-    """The submitter's side of a request on an accelerator."""
-
-    ready: Event  # its tensors are computed
-    stream: torch.cuda.Stream | None  # where its result will be used, unless told otherwise
-
-
 class Outcome(NamedTuple):
     value: Any = None
     error: BaseException | None = None
@@ -53,7 +45,7 @@ class Outcome(NamedTuple):
 class Report:
     """What became of a batch."""
 
-    outcomes: dict[int, Outcome] = field(default_factory=dict)  # by the request's number
+    outcomes: list[Outcome] = field(default_factory=list)  # in the order of the parcels
     batches: int = 0
     rows: int = 0
     filled: int = 0
@@ -82,7 +74,8 @@ class BatchRunner:
         self._moves_to = device
         self._pool = pool
         self._make_pool = make_pool
-        self._model = None if allow_training else model_of(function)
+        model = None if allow_training else model_of(function)
+        self._modules = () if model is None else tuple(model.modules())
         home = device or (pool.device if pool else _device_of(model_of(function)))
         self._home = home and _indexed(home)
         self._own_pools: dict[torch.device, LanePool] = {}
@@ -92,31 +85,34 @@ class BatchRunner:
 
     def check_mode(self) -> None:
         """Refuse a model of which any part is in training mode."""
-        if self._model is None:
-            return
-        for name, module in self._model.named_modules():
+        for module in self._modules:
             if module.training:
+                names = {part: name for name, part in self._modules[0].named_modules()}
                 raise ArgumentValueError(
-                    f"model_or_fn is in training mode ({name or type(module).__name__}); call "
-                    ".eval() on it first, or pass allow_training=True"
+                    "model_or_fn is in training mode "
+                    f"({names.get(module) or type(module).__name__}); call .eval() on it first, or "
+                    "pass allow_training=True"
                 )
 
-    def parcel(self, tree: Any) -> tuple[Parcel, Origin | None]:
-        """A request taken apart, and where it comes from; called by the submitter."""
+    def parcel(self, tree: Any) -> Parcel:
+        """A request taken apart, with where it comes from; called by the submitter."""
         parcel = self._batching.parcel(tree)
         device = self._accelerator(parcel)
-        if device is None:
-            return parcel, None
+        if device is not None:
+            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            is_there = any(tensor.device == device for tensor in parcel.tensors)
+            parcel.origin = Origin(self._entry(device).before() if is_there else None, stream)
+        return parcel
+
+    def _entry(self, device: torch.device) -> Lane:
         with self._lock:
             if device not in self._entries:
                 self._entries[device] = open_lanes(device, 1)[0]
-            entry = self._entries[device]
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        return parcel, Origin(entry.before(), stream)
+            return self._entries[device]
 
     def _accelerator(self, parcel: Parcel) -> torch.device | None:
         """The one device other than the CPU that the request needs, if it needs one."""
-        devices = {tensor.device for tensor in parcel.tensors if tensor.device.type != "cpu"}
+        devices = {tensor.device for tensor in parcel.tensors if not tensor.is_cpu}
         if self._home is not None:
             strangers = devices - {self._home}
             if strangers:
@@ -135,13 +131,12 @@ class BatchRunner:
     def warm(self, examples: Sequence[Any]) -> None:
         """Run each example as a batch of its own."""
         for example in examples:
-            parcel, origin = self.parcel(example)
-            self._run([parcel], [origin])
+            self._run([self.parcel(example)])
 
-    def run(self, requests: Sequence[Request]) -> Report:
+    def run(self, parcels: Sequence[Parcel]) -> Report:
         """Run the batch; one that fails is run again in halves until the guilty are alone."""
         report = Report()
-        parts = [list(requests)]
+        parts = [parcels]
         while parts:
             part = parts.pop()
             if not self._settled(part, report):
@@ -150,32 +145,29 @@ class BatchRunner:
                 parts += [part[middle:], part[:middle]]
         return report
 
-    def _settled(self, part: list[Request], report: Report) -> bool:
-        """Run one part; False where it failed and has to be halved.
+    def _settled(self, parcels: Sequence[Parcel], report: Report) -> bool:
+        """Run one part, the next in order; False where it failed and has to be halved.
 
         The exception of a part that is halved ends here: its traceback would keep the batch's
         memory while the halves need it.
         """
-        parcels = [request.parcel for request in part]
         rows = sum(parcel.rows for parcel in parcels)
         try:
-            results = self._run(parcels, [request.origin for request in part])
+            results = self._run(parcels)
         except OutputShapeError as error:
-            for request in part:
-                report.outcomes[request.number] = Outcome(error=OutputShapeError(*error.args))
+            report.outcomes += [Outcome(error=OutputShapeError(*error.args)) for _ in parcels]
             return True
         except BaseException as error:  # SystemExit from a model is an outcome too
             memory = is_out_of_memory(error)
             report.fatal |= not isinstance(error, Exception)
-            if len(part) > 1:
+            if len(parcels) > 1:
                 if memory:
                     report.out_of_memory.append(rows)
                 return False
             report.memory_is_at_fault &= not memory
-            report.outcomes[part[0].number] = Outcome(error=_given(error))
+            report.outcomes.append(Outcome(error=_given(error)))
             return True
-        for request, result in zip(part, results, strict=True):
-            report.outcomes[request.number] = Outcome(result)
+        report.outcomes += map(Outcome, results)
         filled, positions = self._batching.positions(parcels)
         report.batches += 1
         report.rows += rows
@@ -183,21 +175,19 @@ class BatchRunner:
         report.positions += positions
         return True
 
-    def _run(self, parcels: Sequence[Parcel], origins: Sequence[Origin | None]) -> list[Any]:
+    def _run(self, parcels: Sequence[Parcel]) -> list[Any]:
         """Results whose data is ready."""
         self.check_mode()
         with torch.no_grad(), self._lane(self._accelerator(parcels[0])) as lane:
-            for parcel, origin in zip(parcels, origins, strict=True):
-                if lane is not None and origin is not None:
-                    lane.wait(origin.ready)
-                    for tensor in parcel.tensors:
-                        lane.keep_alive(tensor)
+            if lane is not None:
+                for parcel in parcels:
+                    _take_over(parcel, lane)
             results = self._batching.run(self._function, parcels, self._moves_to)
             if lane is not None:
                 lane.record().synchronize()
-        for result, origin in zip(results, origins, strict=True):
-            if origin is not None and origin.stream is not None:
-                _hand_over(result, origin.stream)
+        for result, parcel in zip(results, parcels, strict=True):
+            if parcel.origin is not None and parcel.origin.stream is not None:
+                _hand_over(result, parcel.origin.stream)
         return results
 
     def _lane(self, device: torch.device | None) -> AbstractContextManager[Lane | None]:
@@ -255,6 +245,14 @@ def _given(error: BaseException) -> BaseException:
     died = WorkerDied(f"the worker thread was ended by its batch: {one_line(error)}")
     died.__cause__ = error
     return died
+
+
+def _take_over(parcel: Parcel, lane: Lane) -> None:
+    """Let the lane begin after the submitter's work on the request's tensors."""
+    if parcel.origin is not None and parcel.origin.ready is not None:
+        lane.wait(parcel.origin.ready)
+        for tensor in parcel.tensors:
+            lane.keep_alive(tensor)
 
 
 def _hand_over(result: Any, stream: torch.cuda.Stream) -> None:

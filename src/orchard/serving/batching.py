@@ -5,23 +5,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from orchard.errors import ArgumentTypeError, ArgumentValueError
+from orchard.serving.lanes import Event
 
 Function = Callable[..., Any]
 _KINDS_REMEMBERED = 1024
+_LEAF = tree_flatten(0)[1]  # the structure of a lone tensor
 
 
 class OutputShapeError(ArgumentValueError):
     """The function's result cannot be told apart into the rows of its requests."""
 
 
-@dataclass(frozen=True, slots=True)
+class Origin(NamedTuple):
+    """The submitter's side of a request on an accelerator."""
+
+    ready: Event | None  # its tensors are computed; None where they lie on the CPU
+    stream: torch.cuda.Stream | None  # where its result will be used, unless told otherwise
+
+
+@dataclass(slots=True)
 class Parcel:
     """One request's tree, taken apart."""
 
@@ -30,6 +39,7 @@ class Parcel:
     rows: int
     group: Hashable  # requests of equal groups may share a batch
     length: int = 0  # of dimension 1, where that is padded
+    origin: Origin | None = None
 
     @property
     def tree(self) -> Any:
@@ -62,6 +72,8 @@ class Concatenation:
     """Requests of one structure are concatenated along their first dimension."""
 
     def parcel(self, tree: Any) -> Parcel:
+        if isinstance(tree, Tensor) and tree.dim() and tree.layout is torch.strided:
+            return Parcel((tree,), _LEAF, tree.size(0), _kind(tree))
         leaves, spec = tree_flatten(tree)
         rows = _leading_rows(leaves)
         return Parcel(tuple(leaves), spec, rows, (spec, *(_kind(leaf) for leaf in leaves)))
@@ -329,5 +341,7 @@ def _dealt(
             parts = zip(leaf.split(rows), lengths, strict=True)
             columns.append([part[:, :length].clone() for part, length in parts])
         else:
-            columns.append([part.clone() for part in leaf.split(rows)])
+            columns.append(torch.ops.aten.split_with_sizes_copy(leaf, rows))
+    if spec == _LEAF:
+        return list(columns[0])
     return [tree_unflatten([column[n] for column in columns], spec) for n in range(len(rows))]

@@ -5,7 +5,8 @@ C++ frames above it do not survive that: the process aborts. So at exit what poo
 waited for, other threads are asked to leave their lanes, and nobody goes on from there.
 
 A fork beside threads in torch is another end: locks that they hold inside of torch's libraries
-stay locked in the child for ever. So a fork waits a moment until no thread is in a lane.
+stay locked in the child for ever. So a fork waits a while until no thread is in a lane, and for
+threads that Python does not know, OpenMP's and those that end: MKL locks as they go.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -24,8 +26,10 @@ from orchard.serving.registry import Registry
 _PATIENCE = 60.0  # seconds for work in progress; then the process ends as it can
 _STAY = 5.0  # seconds for the process to end; a handler that joins the thread gets it back then
 _LOOK = 0.02  # seconds between looks at threads that were asked to leave
-_FORK_PATIENCE = 0.5  # seconds that a fork waits for lanes to be left
-_QUIET = 25  # looks at which no thread has used a processor: they wait, and not in torch
+_FORK_PATIENCE = 10.0  # seconds that a fork waits for lanes to be left
+_FORK_LOOK = 0.001
+_QUIET = 0.5  # seconds in which no thread has used a processor: they wait, and not in torch
+_STRANGERS_PATIENCE = 1.0  # seconds that a fork waits for threads that Python does not know
 
 
 class Employer(Protocol):
@@ -51,12 +55,15 @@ class _Visit:
 
 class _Here(threading.local):
     def __init__(self) -> None:
+        global _several
         self.visit = _Visit()
+        _several |= bool(list(_visits))
         _visits.add(self.visit)
 
 
 _employers: Registry[Employer] = Registry()
 _visits: Registry[_Visit] = Registry()  # one for each thread that lives
+_several = False  # more than one thread has been here
 _here = _Here()
 _ender = 0  # the thread in which the interpreter ends, once it does
 _forks = 0  # threads that are about to fork; others do not enter lanes meanwhile
@@ -114,12 +121,19 @@ def _clear_lanes(end: float) -> None:
     """Ask the threads in lanes to leave, and wait for those that are at work."""
     for visit in _inside():
         _interrupt(visit.thread)
-    quiet = 0
-    used = None
-    while (inside := _inside()) and quiet < _QUIET and time.monotonic() < end:
-        before, used = used, [_processor_time(visit.native_id) for visit in inside]
-        quiet = quiet + 1 if used == before else 0
-        time.sleep(_LOOK)
+    _await(lambda: [visit.native_id for visit in _inside()], end, _LOOK)
+
+
+def _await(threads: Callable[[], list[int]], end: float, look: float) -> None:
+    """Wait until there are no such threads, or none of them is at work."""
+    before: list[list[str]] = []
+    quiet = time.monotonic() + _QUIET
+    while (found := threads()) and time.monotonic() < min(end, quiet):
+        doing = [_doing(native_id) for native_id in found]
+        if doing != before or ["R"] in (each[:1] for each in doing):
+            quiet = time.monotonic() + _QUIET
+        before = doing
+        time.sleep(look)
 
 
 def _inside() -> list[_Visit]:
@@ -137,13 +151,24 @@ def _interrupt(thread: int) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
 
 
-def _processor_time(native_id: int) -> list[str]:
-    """What a thread has used so far, where the system tells."""
+def _doing(native_id: int) -> list[str]:
+    """A thread's state and what it has used of processors so far, where the system tells."""
     try:
         stat = Path(f"/proc/self/task/{native_id}/stat").read_text()
     except OSError:
         return []
-    return stat.rpartition(")")[2].split()[11:13]  # utime and stime
+    fields = stat.rpartition(")")[2].split()
+    return [fields[0], *fields[11:13]]  # utime and stime
+
+
+def _strangers_at_work() -> list[int]:
+    """Threads that Python does not know and that run."""
+    known = {thread.native_id for thread in threading.enumerate()}
+    try:
+        tasks = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+    except OSError:
+        return []
+    return [task for task in tasks if task not in known and _doing(task)[:1] == ["R"]]
 
 
 def _before_fork() -> None:
@@ -153,11 +178,16 @@ def _before_fork() -> None:
         _forks += 1
     own = _here.visit
     own.forks = True
-    end = time.monotonic() + _FORK_PATIENCE
-    while time.monotonic() < end and any(
-        visit.depth for visit in _visits if visit is not own and not visit.forks
-    ):
-        time.sleep(_LOOK / 20)
+
+    if not _several:
+        return
+
+    def others() -> list[int]:
+        inside = (visit for visit in _visits if visit.depth)
+        return [visit.native_id for visit in inside if visit is not own and not visit.forks]
+
+    _await(others, time.monotonic() + _FORK_PATIENCE, _FORK_LOOK)
+    _await(_strangers_at_work, time.monotonic() + _STRANGERS_PATIENCE, _FORK_LOOK)
 
 
 def _after_fork_in_parent() -> None:

@@ -14,8 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from orchard.dispatch.settings import logger
 from orchard.errors import (
@@ -26,7 +25,8 @@ from orchard.errors import (
     WorkerDied,
 )
 from orchard.serving import ending
-from orchard.serving.batch_runner import Outcome, Report
+from orchard.serving.batch_runner import BatchRunner, Outcome, Report
+from orchard.serving.batching import Parcel
 from orchard.serving.queue_stats import QueueStats, Record
 from orchard.serving.registry import Registry
 from orchard.serving.requests import Deadlines, Pending, Place, Request
@@ -57,18 +57,18 @@ class Limits:
     on_full: str
 
 
+class Load(NamedTuple):
+    """What a worker runs next: `close` may let go of the requests meanwhile, not of these."""
+
+    runner: BatchRunner
+    parcels: list[Parcel]
+
+
 class Verdict(NamedTuple):
     """An outcome that has been decided and not yet announced."""
 
     request: Request
     outcome: Outcome
-
-    def announce(self) -> None:
-        future = self.request.future
-        if self.outcome.error is not None:
-            future.set_exception(self.outcome.error)
-        else:
-            future.set_result(self.outcome.value)
 
 
 @dataclass(eq=False)
@@ -138,9 +138,12 @@ class QueueCore:
         if not verdicts:
             return
         interruption: BaseException | None = None
-        for verdict in verdicts:
+        for request, outcome in verdicts:
             try:
-                verdict.announce()
+                if outcome.error is None:
+                    request.set_result(outcome.value)
+                else:
+                    request.set_exception(outcome.error)
             except InvalidStateError:  # the holder of the future has filled it
                 continue
             except BaseException as error:  # of a callback; futures pass over mere Exceptions
@@ -167,25 +170,27 @@ class QueueCore:
 
     def _begin(self, request: Request, place: Place) -> bool:
         """Make a request that was taken out run or settled; False if it was cancelled."""
-        self._deadlines.discard(request)
+        if request.deadline is not None:
+            self._deadlines.discard(request)
         request.let_go()
         try:
-            wanted = request.future.set_running_or_notify_cancel()
+            wanted = request.set_running_or_notify_cancel()
         except RuntimeError:  # the holder of the future has filled it
             wanted = False
-        if wanted:
-            request.place = place
-        else:
-            request.place = Place.SETTLED
+        if not wanted:
             self._record.counts.cancelled += 1
             self._unsettled.pop(request.number, None)
             self._announced.notify_all()
+        if wanted and place is Place.RUNNING:
+            request.place = place
+        else:
+            request.settle()
         return wanted
 
     def _close_out(self, requests: Iterable[Request], verdicts: list[Verdict], why: str) -> None:
         for request in requests:
             if request.place is Place.RUNNING:
-                request.place = Place.SETTLED
+                request.settle()
             elif not self._withdraw(request):
                 continue
             self._record.counts.closed += 1
@@ -193,7 +198,9 @@ class QueueCore:
 
     # Submitting
 
-    def submit(self, make: Callable[[int, float], Request]) -> Request:
+    def submit(
+        self, parcel: Parcel, runner: BatchRunner, priority: int, deadline: float | None
+    ) -> Request:
         """Accept a request, hold it back, or refuse it; never blocks."""
         with _Announcement(self) as verdicts, self._lock:
             self._check_process()
@@ -203,18 +210,25 @@ class QueueCore:
             if full and self._limits.on_full == "raise":
                 self._record.counts.rejected += 1
                 raise QueueFull(f"the queue holds max_pending={len(self._pending)} requests")
-            self._last_number += 1
-            request = make(self._last_number, self._clock.now())
-            request.future.add_done_callback(partial(self._after, request.number))
+            if deadline is not None:
+                self._start_timekeeper()
+            number = self._last_number = self._last_number + 1
+            now = self._clock.now()
+            moment = None if deadline is None else now + deadline
+            request = Request(number, parcel, runner, priority, now, moment, self._cancelled)
             self._record.counts.submitted += 1
-            self._unsettled[request.number] = request
-            self._waiting[request.number] = request
-            self._deadlines.add(request)
+            self._unsettled[number] = request
+            if full or self._waiting:
+                self._waiting[number] = request
+            else:
+                self._accept(request)
+            if moment is not None:
+                self._deadlines.add(request)
+                if moment == self._deadlines.next():
+                    self._time.notify()
             if full and self._limits.on_full == "drop-oldest":
                 self._drop_for(request, verdicts)
-            self._admit()
-            if request.deadline is not None and request.deadline == self._deadlines.next():
-                self._time.notify()
+                self._admit()
         return request
 
     def _drop_for(self, request: Request, verdicts: list[Verdict]) -> None:
@@ -230,13 +244,15 @@ class QueueCore:
     def _admit(self) -> None:
         """Let those held back in while there is space, in their order."""
         while self._waiting and len(self._pending) < self._limits.max_pending:
-            _, request = self._waiting.popitem(last=False)
-            request.place = Place.PENDING
-            request.let_go()
-            rows = self._pending.add(request)
-            # Others of its group have set a timer; a worker is needed for the first and the last.
-            if rows == request.parcel.rows or rows >= self._limit:
-                self._work.notify()
+            self._accept(self._waiting.popitem(last=False)[1])
+
+    def _accept(self, request: Request) -> None:
+        request.place = Place.PENDING
+        request.let_go()
+        rows = self._pending.add(request)
+        # Others of its group have set a timer; a worker is needed for the first and the last.
+        if rows == request.parcel.rows or rows >= self._limit:
+            self._work.notify()
 
     def await_admission(self, request: Request) -> None:
         """Block while the request is held back; not in a thread that would have to make space."""
@@ -249,29 +265,27 @@ class QueueCore:
         try:
             request.admission.wait()
         except BaseException:  # KeyboardInterrupt: the caller will never see the future
-            request.future.cancel()
+            request.cancel()
             raise
 
-    def _after(self, number: int, future: Future[Any]) -> None:
-        """Called by a future that is done: one that was cancelled leaves the queue."""
-        if not future.cancelled() or self._forked:
+    def _cancelled(self, request: Request) -> None:
+        """A request whose future was cancelled leaves the queue."""
+        if self._forked:
             return
         with self._lock:
-            request = self._unsettled.get(number)
-            if request is not None and request.place in (Place.PENDING, Place.WAITING):
+            if request.place in (Place.PENDING, Place.WAITING):
                 self._withdraw(request)
                 self._admit()
 
     # The timekeeper
 
-    def keep_time(self) -> None:
+    def _start_timekeeper(self) -> None:
         """See from now on that deadlines are kept, also while all workers are busy."""
-        with self._lock:
-            if self._timekeeper is None and not self._forked:
-                name = "orchard-queue-deadlines"
-                timekeeper = threading.Thread(target=self._keep_time, name=name, daemon=True)
-                timekeeper.start()
-                self._timekeeper = timekeeper
+        if self._timekeeper is None:
+            name = "orchard-queue-deadlines"
+            timekeeper = threading.Thread(target=self._keep_time, name=name, daemon=True)
+            timekeeper.start()
+            self._timekeeper = timekeeper
 
     def _keep_time(self) -> None:
         while True:
@@ -321,16 +335,16 @@ class QueueCore:
 
     def _serve(self, worker: Worker) -> bool:
         """Run one batch; False when there will be no more for this thread."""
-        batch = self._take(worker)
-        if not batch:
+        load = self._take(worker)
+        if load is None:
             return False
         start = self._clock.now()
-        report = batch[0].runner.run(batch)
-        self._conclude(worker, batch, report, start)
+        report = load.runner.run(load.parcels)
+        self._conclude(worker, report, start)
         return not report.fatal or not self._replace(worker)
 
-    def _take(self, worker: Worker) -> tuple[Request, ...]:
-        """Wait for the next batch; an empty one when the queue has ended."""
+    def _take(self, worker: Worker) -> Load | None:
+        """Wait for the worker's next batch; None when the queue has ended."""
         while True:
             with _Announcement(self) as verdicts, self._lock:
                 self._expire(verdicts)
@@ -338,7 +352,7 @@ class QueueCore:
                     continue
                 if self._forked or (self._closed and not self._pending):
                     self._time.notify_all()
-                    return ()
+                    return None
                 now = self._clock.now()
                 max_delay = 0.0 if self._closed else self._limits.max_delay
                 taken = self._pending.take(self._limit, now, max_delay, self._flushed)
@@ -354,11 +368,10 @@ class QueueCore:
                 if self._pending:  # the thread that watched the rest may have been this one
                     self._work.notify()
                 if worker.batch:
-                    return worker.batch
+                    parcels = [request.parcel for request in worker.batch]
+                    return Load(worker.batch[0].runner, parcels)
 
-    def _conclude(
-        self, worker: Worker, batch: tuple[Request, ...], report: Report, start: float
-    ) -> None:
+    def _conclude(self, worker: Worker, report: Report, start: float) -> None:
         with _Announcement(self) as verdicts, self._lock:
             now = self._clock.now()
             worker.busy += now - start
@@ -371,15 +384,15 @@ class QueueCore:
             record.counts.retried += report.retried
             record.counts.oom_retries += len(report.out_of_memory)
             self._adapt(report)
-            for request in batch:
-                self._settle(request, report.outcomes[request.number], verdicts)
+            for request, outcome in zip(worker.batch, report.outcomes, strict=True):
+                self._settle(request, outcome, verdicts)
             worker.batch = ()
 
     def _settle(self, request: Request, outcome: Outcome, verdicts: list[Verdict]) -> None:
         """The outcome of a request that ran, unless `close` gave up on it meanwhile."""
         if request.place is not Place.RUNNING:
             return
-        request.place = Place.SETTLED
+        request.settle()
         if outcome.error is None:
             self._record.counts.completed += 1
         else:
@@ -514,11 +527,12 @@ class QueueCore:
         self._forked = True
         for request in list(self._unsettled.values()):
             # Its lock may have been held by a thread of the parent, so it is made anew.
-            Future.__init__(request.future)
-            request.future.set_exception(
+            Future.__init__(request)
+            request.set_exception(
                 ForkedProcessError("the request was submitted in the parent of this process")
             )
-            request.place = Place.SETTLED
+            if request.place is not Place.SETTLED:
+                request.settle()
         self._unsettled.clear()
 
 

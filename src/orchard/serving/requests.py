@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
 from threading import Event
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from orchard.serving.batching import Parcel
 
 if TYPE_CHECKING:
-    from orchard.serving.batch_runner import BatchRunner, Origin
+    from orchard.serving.batch_runner import BatchRunner
 
 AGEING = 0.1  # seconds: one step of priority is worth as much as having waited so much longer
 HIGHEST_PRIORITY = 100  # and -100 the lowest: nobody is overtaken by who came 20 s later
@@ -34,18 +33,29 @@ class Place(Enum):
     SETTLED = "its outcome is decided"
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    number: int  # in order of arrival
-    parcel: Parcel
-    runner: BatchRunner
-    origin: Origin | None
-    priority: int
-    arrival: float
-    deadline: float | None  # a moment of the queue's clock
-    future: Future[Any] = field(default_factory=Future)
-    place: Place = Place.WAITING
-    admission: Event | None = None  # set when it waits no more; only for a submitter that blocks
+class Request(Future[Any]):
+    """A request, and the future that its submitter holds."""
+
+    def __init__(
+        self,
+        number: int,
+        parcel: Parcel,
+        runner: BatchRunner,
+        priority: int,
+        arrival: float,
+        deadline: float | None,
+        on_cancel: Callable[[Request], None],
+    ) -> None:
+        super().__init__()
+        self.number = number  # in order of arrival
+        self.parcel = parcel
+        self.runner = runner
+        self.priority = priority
+        self.arrival = arrival
+        self.deadline = deadline  # a moment of the queue's clock
+        self.place = Place.WAITING
+        self.admission: Event | None = None  # of a submitter that blocks: it waits no more
+        self._on_cancel = on_cancel
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -57,6 +67,18 @@ class Request:
         if self.admission is not None:
             self.admission.set()
 
+    def settle(self) -> None:
+        """Its outcome is decided: who keeps the future keeps neither the tensors nor the model."""
+        self.place = Place.SETTLED
+        del self.parcel, self.runner
+
+    def cancel(self) -> bool:
+        """As of every future; one that is cancelled leaves its queue."""
+        cancelled = super().cancel()
+        if cancelled:
+            self._on_cancel(self)
+        return cancelled
+
 
 class _Group:
     """Requests that may share a batch: a first-in-first-out line for each priority."""
@@ -67,7 +89,8 @@ class _Group:
 
     def __iter__(self) -> Iterator[Request]:
         """In order of rank."""
-        return heapq.merge(*(line.values() for line in self.lines.values()), key=_rank)
+        lines = [line.values() for line in self.lines.values()]
+        return iter(lines[0]) if len(lines) == 1 else heapq.merge(*lines, key=_rank)
 
     def heads(self) -> list[Request]:
         return [next(iter(line.values())) for line in self.lines.values()]
@@ -124,9 +147,15 @@ class Pending:
 
     def add(self, request: Request) -> int:
         """Take a request in; the rows its group has now."""
-        group = self._groups.setdefault(request.parcel.group, _Group())
-        group.lines.setdefault(request.priority, OrderedDict())[request.number] = request
-        group.rows += request.parcel.rows
+        parcel = request.parcel
+        group = self._groups.get(parcel.group)
+        if group is None:
+            group = self._groups[parcel.group] = _Group()
+        line = group.lines.get(request.priority)
+        if line is None:
+            line = group.lines[request.priority] = OrderedDict()
+        line[request.number] = request
+        group.rows += parcel.rows
         self._count += 1
         return group.rows
 
