@@ -530,6 +530,7 @@ def small_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
         serving_bench.Clients("mlp", 32),
         serving_bench.Clients("gpt", 2),
+        serving_bench.Bound("mlp", 3),
         serving_bench.Lanes(3),
         serving_bench.Overhead(),
         serving_bench.Lone(0.0005),
@@ -553,12 +554,14 @@ def test_serving_rows_goals_and_plot(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [line["case"] for line in lines] == [
         "mlp, 32 clients",
         "gpt, 2 clients",
+        "mlp, 3 clients, bare queue",
         "attention, 3 threads",
         "queue overhead",
         "lone request, max_delay 0.5 ms",
     ]
-    asked, gpt, lanes, overhead, lone = lines
-    for line, names in ((asked, ("naive", "queue")), (lanes, ("default", "lanes"))):
+    asked, gpt, bare, lanes, overhead, lone = lines
+    sides = ("naive", "queue")
+    for line, names in ((asked, sides), (bare, sides), (lanes, ("default", "lanes"))):
         for name in names:
             side = line[name]
             assert side["requests"] >= line.get("clients", line.get("threads"))

@@ -51,9 +51,13 @@ def test_exit_is_clean_and_silent(name: str) -> None:
 
 @pytest.mark.stress
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_fork_beside_threads_at_work() -> None:
-    """The child's pool works, in a block begun before too; the parent goes on."""
-    ((body, printed),) = POOL_FORKS.values()
+@pytest.mark.parametrize("name", POOL_FORKS)
+def test_forks(name: str) -> None:
+    """The child's pool works, in a block begun before too; the parent goes on.
+
+    And a fork waits for a thread that runs and that Python does not know.
+    """
+    body, printed = POOL_FORKS[name]
     assert outcomes(pool_program(body), 1) == [(0, printed, "")]
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -154,6 +158,66 @@ def _prepared(name: str, device: torch.device) -> Prepared:
     return Prepared(model, call, questions, Oracle.near([x.to(device) for x in exact], alone))
 
 
+class BareQueue:
+    """What a queue of threads cannot do without: a list, and a lock for each who waits.
+
+    It knows how many requests to wait for, and nothing of errors, shapes, deadlines or the end:
+    what it reaches is a bound for what a queue can reach here.
+    """
+
+    def __init__(self, call: Call, rows: int) -> None:
+        self._call = call
+        self._rows = rows
+        self._waiting: deque[tuple[list[Tensor], threading.Lock]] = deque()
+        self._full: SimpleQueue[None] = SimpleQueue()
+        self._open = True
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def ask(self, x: Tensor) -> Tensor:
+        slot, answered = [x], threading.Lock()
+        answered.acquire()
+        self._waiting.append((slot, answered))
+        if len(self._waiting) == self._rows:
+            self._full.put(None)
+        answered.acquire()
+        return slot[0]
+
+    def _serve(self) -> None:
+        while self._open:
+            with suppress(Empty):
+                self._full.get(timeout=0.002)
+            batch = [self._waiting.popleft() for _ in range(min(self._rows, len(self._waiting)))]
+            if batch:
+                answers = self._call(torch.cat([slot[0] for slot, _ in batch])).split(1)
+                for (slot, answered), answer in zip(batch, answers, strict=True):
+                    slot[0] = answer
+                    answered.release()
+
+    def close(self) -> None:
+        self._open = False
+        self._thread.join()
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A model that client threads call themselves, against a queue that does the least."""
+
+    model: str
+    clients: int
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.clients} clients, bare queue"
+
+    def measure(self, device: torch.device, seconds: float) -> Line:
+        _, naive, questions, oracle = _prepared(self.model, device)
+        with closing(BareQueue(naive, self.clients)) as queue:
+            sides = {"naive": naive, "queue": queue.ask}
+            passes = _turns(sides, questions, self.clients, seconds)
+        name = f"{self.model}, bare queue"
+        return {"model": name, "clients": self.clients, **_compared(passes, oracle)}
+
+
 @dataclass(frozen=True)
 class Clients:
     """A model that client threads call themselves, against a BatchQueue in front of it."""
@@ -271,6 +335,7 @@ def _unchanged(x: Tensor) -> Tensor:
 
 EXERCISES: tuple[Exercise, ...] = (
     *(Clients(model, clients) for model in MODELS for clients in CLIENTS),
+    Bound("mlp", MAX_BATCH),
     *(Lanes(threads) for threads in THREADS),
     Overhead(),
     *(Lone(delay) for delay in DELAYS),
@@ -360,7 +425,8 @@ def client_rows(line: Line) -> list[list[str]]:
     if "clients" not in line:
         return []
     sides = _sides(line, ("naive", "queue"))
-    return [[line["model"], str(line["clients"]), *sides, f"{line['mean_batch']:.1f}"]]
+    mean = f"{line['mean_batch']:.1f}" if "mean_batch" in line else "-"
+    return [[line["model"], str(line["clients"]), *sides, mean]]
 
 
 def lane_rows(line: Line) -> list[list[str]]:

@@ -21,7 +21,8 @@ def draw_serving(found: Sequence[Line], paths: Sequence[Path]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines = [line for line in found if "clients" in line and not line["wrong"]]
+    asked = [line for line in found if {"clients", "mean_batch"} <= line.keys()]
+    lines = [line for line in asked if not line["wrong"]]
     models = list(dict.fromkeys(line["model"] for line in lines))
     figure = Figure(figsize=(1.5 + 4.5 * max(len(models), 1), 7), layout="constrained")
     FigureCanvasAgg(figure)

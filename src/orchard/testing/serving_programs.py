@@ -5,6 +5,7 @@ Each comes with what it prints when all is well; then it ends with 0 and says no
 
 from __future__ import annotations
 
+import sys
 from textwrap import dedent
 
 _POOL_BEGIN = """
@@ -215,7 +216,7 @@ POOL_EXITS = {
 }
 
 _POOL_FORK = """
-    times = 5
+    times = 3
     pool = StreamPool("cpu", size=3, on_exhausted="share")
     expected = x @ x
     wrong, stop = [], threading.Event()
@@ -269,7 +270,34 @@ _POOL_FORK = """
     check("parent")
     print(statuses == [0] * (2 * times + 2), wrong, pool.stats().in_use)
 """
+
+# A thread that threading does not list stands for those of OpenMP and those that end.
+_STRANGER_FORK = """
+    import _thread, hashlib
+
+    def work():
+        begun.release()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)  # in one piece, without the GIL
+        done.release()
+        ended.acquire()
+
+    begun, done, ended = (threading.Semaphore(0) for _ in range(3))
+    StreamPool("cpu", size=1).submit(int).result()  # a thread has been in a lane
+    clock = time.pthread_getcpuclockid(_thread.start_new_thread(work, ()))
+    begun.acquire()
+    used = []
+    os.register_at_fork(after_in_parent=lambda: used.append(time.clock_gettime(clock)))
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    done.acquire()
+    print(status, used[0] > 0.9 * time.clock_gettime(clock))
+    ended.release()
+"""
 POOL_FORKS = {"fork beside threads at work": (_POOL_FORK, "True [] 0\n")}
+if sys.platform == "linux":  # where a thread can see what others do
+    POOL_FORKS["fork beside a thread of a library"] = (_STRANGER_FORK, "0 True\n")
 
 SPAWN = """
     import os
