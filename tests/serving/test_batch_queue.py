@@ -842,6 +842,29 @@ def test_idle_queue_keeps_no_request() -> None:
         assert [thing() for thing in seen] == [None] * 3
 
 
+@pytest.mark.parametrize("outcome", ["result", "cancelled", "closed"])
+def test_a_future_that_is_kept_keeps_its_result_only(outcome: str) -> None:
+    """Neither the tensors of the request nor the function."""
+    gate = Gate()
+    queue = BatchQueue(gate)
+    threads = queue_threads(queue)
+    gate.hold(queue)
+    future = queue.submit(x := row(1))
+    seen = [weakref.ref(thing) for thing in (x, gate)]
+    if outcome == "cancelled":
+        assert future.cancel()
+    if outcome == "closed":
+        queue.close(drain=False, timeout=0.0)
+        assert isinstance(future.exception(PATIENCE), QueueClosed)
+    gate.open.set()
+    queue.close()
+    join(threads)
+    assert future.cancelled() if outcome == "cancelled" else future.done()
+    del x, gate, queue
+    gc.collect()
+    assert [thing() for thing in seen] == [None] * 2
+
+
 # asyncio
 
 
