@@ -37,7 +37,9 @@ enum {
   ORCHARD_FLOAT16 = 1,
   ORCHARD_BFLOAT16 = 2,
   ORCHARD_FLOAT64 = 3, /* additive masks only */
-  ORCHARD_BOOL = 4     /* masks only: one byte, 0 or not */
+  ORCHARD_BOOL = 4,    /* masks only: one byte, 0 or not */
+  ORCHARD_INT8 = 5,    /* levels of quantised operands, here and below */
+  ORCHARD_INT4 = 6     /* two to a byte, the even one in the low half; each counts as a byte */
 };
 
 /* A four-dimensional view: element strides, any sign and size that stays inside its memory. */
@@ -85,10 +87,61 @@ typedef struct orchard_backward_args {
   int32_t threads;
 } orchard_backward_args;
 
+/* An operand [B, H, S, dim] in few bits: element (b, h, i, d) is (level - zero) * scale + mean with
+ * the scale at [b / group[0], h / group[1], i / group[2], 0]. Its last stride is 1. A data of a
+ * floating type is the operand itself: it has no scales, any strides, and its group is 0. */
+typedef struct orchard_operand {
+  orchard_tensor data;   /* [B, H, S, dim], of int4 [B, H, S, (dim + 1) / 2] */
+  orchard_tensor scales; /* fp32, each size that of data divided by its group, rounded up; last 1 */
+  orchard_tensor zeros;  /* int8, as scales; optional */
+  orchard_tensor mean;   /* fp32 [B, H, 1, dim]; optional, of key alone */
+  int64_t group[3];      /* batch entries, heads and rows that share a scale */
+  int64_t dim;
+} orchard_operand;
+
+/* out = attention(query, key, value) at the values of its operands, as orchard_attention_forward.
+ *
+ * out is of any floating type. Scores and sums are fp32, or exact integers where query and key are
+ * levels. */
+typedef struct orchard_quantized_args {
+  uint32_t struct_size; /* sizeof(orchard_quantized_args) */
+  uint32_t abi_version; /* ORCHARD_ABI_VERSION */
+  orchard_operand query, key, value;
+  orchard_tensor mask, out, lse;
+  int64_t band_low, band_high;
+  const uint32_t *seed;
+  double scale;
+  double softcap;
+  uint32_t bf16_product; /* 1: probabilities and values may be rounded to bf16; else 0 */
+  uint32_t reserved;     /* 0 */
+  uint32_t drop_threshold;
+  int32_t threads;
+} orchard_quantized_args;
+
+/* Levels and scales of source - mean, fp32 arithmetic rounded to nearest even:
+ *
+ *   symmetric   s = max(peak / L, 2^-126), level = clamp(round(x / s), -L, L)
+ *   with zeros  s = max((high + low) / (2 L + 1), 2^-126), zero = round(low / s) - L - 1,
+ *               level = clamp(round(x / s) + zero, -L - 1, L)
+ *
+ * where L is 127 or 7, `high` and `low` the largest x and -x of a group and 0, `peak` the larger.
+ * A source with NaN, Inf or a magnitude above 2^126 is refused; the outputs are then undefined. */
+typedef struct orchard_quantize_args {
+  uint32_t struct_size;   /* sizeof(orchard_quantize_args) */
+  uint32_t abi_version;   /* ORCHARD_ABI_VERSION */
+  orchard_tensor source;  /* [B, H, S, dim], floating, any strides */
+  orchard_tensor mean;    /* fp32 [B, H, 1, dim]; optional */
+  orchard_operand result; /* written: data, scales and, where they are present, zeros */
+  int32_t threads;
+  int32_t reserved; /* 0 */
+} orchard_quantize_args;
+
 ORCHARD_API uint32_t orchard_abi_version(void);
 
 ORCHARD_API int orchard_attention_forward(const orchard_forward_args *args);
 ORCHARD_API int orchard_attention_backward(const orchard_backward_args *args);
+ORCHARD_API int orchard_quantized_forward(const orchard_quantized_args *args);
+ORCHARD_API int orchard_quantize(const orchard_quantize_args *args);
 
 /* Why the last call on this thread failed; "" after a success. Valid until the next call. */
 ORCHARD_API const char *orchard_last_error(void);

@@ -43,14 +43,23 @@ int item_size(int32_t dtype) {
     case ORCHARD_FLOAT64:
       return 8;
     case ORCHARD_BOOL:
+    case ORCHARD_INT8:
+    case ORCHARD_INT4:
       return 1;
     default:
       return 0;
   }
 }
 
+bool is_levels(int32_t dtype) { return dtype == ORCHARD_INT8 || dtype == ORCHARD_INT4; }
+
+bool is_floating(int32_t dtype) {
+  return dtype == ORCHARD_FLOAT32 || dtype == ORCHARD_FLOAT16 || dtype == ORCHARD_BFLOAT16;
+}
+
 const char *dtype_name(int32_t dtype) {
-  static constexpr const char *kNames[] = {"float32", "float16", "bfloat16", "float64", "bool"};
+  static constexpr const char *kNames[] = {"float32", "float16", "bfloat16", "float64",
+                                           "bool",    "int8",    "int4"};
   return item_size(dtype) != 0 ? kNames[dtype] : "unknown";
 }
 
@@ -154,6 +163,9 @@ void Check::output(const char *name, const orchard_tensor &tensor) {
 }
 
 void Check::mask(const orchard_tensor &mask, const Shape &full) {
+  if (is_levels(mask.dtype))
+    fail(ORCHARD_INVALID_ARGUMENT, "mask is %s; it must be floating or bool",
+         dtype_name(mask.dtype));
   for (int axis = 0; axis < 4; ++axis) {
     if (mask.sizes[axis] != 1 && mask.sizes[axis] != full.sizes[axis])
       fail(ORCHARD_INVALID_ARGUMENT, "mask has sizes %s; each must be 1 or that of %s",
@@ -169,19 +181,9 @@ orchard_tensor tidy(orchard_tensor tensor, int64_t last_stride) {
   return tensor;
 }
 
-// What forward and backward have in common.
-template <class Args>
-void read_common(const Args &args, Problem &problem, Check &check) {
-  const orchard_tensor &query = args.query, &key = args.key, &value = args.value;
-  if (query.dtype == ORCHARD_FLOAT64 || query.dtype == ORCHARD_BOOL)
-    check.fail(ORCHARD_INVALID_ARGUMENT, "query is %s; it must be float32, float16 or bfloat16",
-               dtype_name(query.dtype));
-  check.tensor("query", query);
-  check.tensor("key", key);
-  check.tensor("value", value);
-  check.tensor("out", args.out);
-  if (!check.ok()) return;
-
+// The sizes of a problem from those of its operands, and what they have to agree on.
+void read_sizes(const orchard_tensor &query, const orchard_tensor &key, const orchard_tensor &value,
+                const orchard_tensor &out, Problem &problem, Check &check) {
   problem.batch = query.sizes[0];
   problem.heads = query.sizes[1];
   problem.rows = query.sizes[2];
@@ -189,19 +191,12 @@ void read_common(const Args &args, Problem &problem, Check &check) {
   problem.kv_heads = key.sizes[1];
   problem.keys = key.sizes[2];
   problem.value_dim = value.sizes[3];
-  problem.dtype = query.dtype;
-  const Shape out{{problem.batch, problem.heads, problem.rows, problem.value_dim}};
-  const Shape rows{{problem.batch, problem.heads, problem.rows, 1}};
-  const Shape scores{{problem.batch, problem.heads, problem.rows, problem.keys}};
-
-  check.dtype("key", key, problem.dtype, ", as query is");
-  check.dtype("value", value, problem.dtype, ", as query is");
-  check.dtype("out", args.out, problem.dtype, ", as query is");
   check.shape("key", key, {{problem.batch, problem.kv_heads, problem.keys, problem.dim}},
               ", to go with query");
   check.shape("value", value, {{problem.batch, problem.kv_heads, problem.keys, problem.value_dim}},
               ", to go with query and key");
-  check.shape("out", args.out, out, ", to go with query and value");
+  check.shape("out", out, {{problem.batch, problem.heads, problem.rows, problem.value_dim}},
+              ", to go with query and value");
 
   if (problem.kv_heads == 0 ? problem.heads != 0 : problem.heads % problem.kv_heads != 0)
     check.fail(ORCHARD_INVALID_ARGUMENT,
@@ -213,7 +208,19 @@ void read_common(const Args &args, Problem &problem, Check &check) {
                static_cast<long long>(problem.dim), static_cast<long long>(problem.value_dim),
                ORCHARD_MAX_HEAD_DIM);
   problem.group = problem.kv_heads != 0 ? problem.heads / problem.kv_heads : 0;
+}
 
+int read_threads(int32_t threads, Check &check) {
+  if (threads < 0)
+    check.fail(ORCHARD_INVALID_ARGUMENT, "threads is %d; it must not be negative", threads);
+  return thread_count(threads);
+}
+
+// What every call of attention has beside its operands; their sizes are read.
+template <class Args>
+void read_rest(const Args &args, Problem &problem, Check &check) {
+  const Shape rows{{problem.batch, problem.heads, problem.rows, 1}};
+  const Shape scores{{problem.batch, problem.heads, problem.rows, problem.keys}};
   if (!absent(args.mask)) {
     check.tensor("mask", args.mask);
     check.mask(args.mask, scores);
@@ -225,9 +232,6 @@ void read_common(const Args &args, Problem &problem, Check &check) {
     check.shape("lse", args.lse, rows, ", one for each row of query");
     problem.lse = tidy(args.lse, 1);
   }
-  problem.query = tidy(query, 1);
-  problem.key = tidy(key, 1);
-  problem.value = tidy(value, 1);
   problem.out = tidy(args.out, 1);
 
   problem.band_low = std::clamp(args.band_low, -kMostBand, kMostBand);
@@ -252,9 +256,31 @@ void read_common(const Args &args, Problem &problem, Check &check) {
   else if (args.drop_threshold != 0)
     check.fail(ORCHARD_INVALID_ARGUMENT, "seed is NULL; with dropout it must point to two words");
 
-  problem.threads = thread_count(args.threads);
-  if (args.threads < 0)
-    check.fail(ORCHARD_INVALID_ARGUMENT, "threads is %d; it must not be negative", args.threads);
+  problem.threads = read_threads(args.threads, check);
+}
+
+// What forward and backward have in common.
+template <class Args>
+void read_common(const Args &args, Problem &problem, Check &check) {
+  const orchard_tensor &query = args.query, &key = args.key, &value = args.value;
+  if (item_size(query.dtype) != 0 && !is_floating(query.dtype))
+    check.fail(ORCHARD_INVALID_ARGUMENT, "query is %s; it must be float32, float16 or bfloat16",
+               dtype_name(query.dtype));
+  check.tensor("query", query);
+  check.tensor("key", key);
+  check.tensor("value", value);
+  check.tensor("out", args.out);
+  if (!check.ok()) return;
+
+  problem.dtype = query.dtype;
+  check.dtype("key", key, problem.dtype, ", as query is");
+  check.dtype("value", value, problem.dtype, ", as query is");
+  check.dtype("out", args.out, problem.dtype, ", as query is");
+  read_sizes(query, key, value, args.out, problem, check);
+  problem.query = tidy(query, 1);
+  problem.key = tidy(key, 1);
+  problem.value = tidy(value, 1);
+  read_rest(args, problem, check);
 }
 
 void read(const orchard_forward_args &args, Problem &problem, Check &check) {
@@ -313,6 +339,143 @@ void read(const orchard_backward_args &args, Problem &problem, Check &check) {
   }
 }
 
+// What stands beside the levels of an operand with these sizes.
+void read_levels(const char *name, const orchard_operand &operand, const Shape &whole,
+                 Levels &levels, Check &check) {
+  char part[32];
+  const auto called = [&](const char *field) {
+    snprintf(part, sizeof(part), "%s.%s", name, field);
+    return part;
+  };
+  Shape groups{{0, 0, 0, 1}};
+  for (int axis = 0; axis < 3; ++axis) {
+    const int64_t group = operand.group[axis];
+    if (group < 1)
+      return check.fail(ORCHARD_INVALID_ARGUMENT, "%s.group[%d] is %lld; it must be at least 1",
+                        name, axis, static_cast<long long>(group));
+    levels.group[axis] = group;
+    groups.sizes[axis] = whole.sizes[axis] / group + (whole.sizes[axis] % group != 0);
+  }
+  check.tensor(called("scales"), operand.scales);
+  check.dtype(called("scales"), operand.scales, ORCHARD_FLOAT32, "");
+  check.shape(called("scales"), operand.scales, groups, ", one for each group");
+  levels.scales = tidy(operand.scales, 1);
+  if (absent(operand.zeros)) return;
+  check.tensor(called("zeros"), operand.zeros);
+  check.dtype(called("zeros"), operand.zeros, ORCHARD_INT8, "");
+  check.shape(called("zeros"), operand.zeros, groups, ", one for each group");
+  levels.zeros = tidy(operand.zeros, 1);
+}
+
+void read_mean(const char *name, const orchard_tensor &mean, const Shape &whole, Levels &levels,
+               Check &check) {
+  if (absent(mean)) return;
+  check.tensor(name, mean);
+  check.dtype(name, mean, ORCHARD_FLOAT32, "");
+  check.shape(name, mean, {{whole.sizes[0], whole.sizes[1], 1, whole.sizes[3]}},
+              ", one row for each head");
+  levels.mean = tidy(mean, 1);
+}
+
+// The bytes of an operand as a tensor of its elements, with everything about it checked.
+orchard_tensor read_data(const char *name, const orchard_operand &operand, Check &check) {
+  orchard_tensor whole = operand.data;
+  check.tensor(name, whole);
+  const int64_t dim = operand.dim, stored = whole.sizes[3];
+  if (dim < 0 || dim > INT32_MAX || stored != (whole.dtype == ORCHARD_INT4 ? (dim + 1) / 2 : dim))
+    check.fail(ORCHARD_INVALID_ARGUMENT,
+               "%s.dim is %lld and its rows are of %lld %s; they disagree", name,
+               static_cast<long long>(dim), static_cast<long long>(stored),
+               whole.dtype == ORCHARD_INT4 ? "bytes" : "elements");
+  if (is_levels(whole.dtype) && stored > 1 && whole.strides[3] != 1)
+    check.fail(ORCHARD_INVALID_ARGUMENT, "%s.data has strides %s; the last must be 1", name,
+               text(whole.strides).chars);
+  whole.sizes[3] = dim;
+  return whole;
+}
+
+Shape shape_of(const orchard_tensor &tensor) {
+  Shape shape;
+  std::copy(tensor.sizes, tensor.sizes + 4, shape.sizes);
+  return shape;
+}
+
+// One operand of a quantised call: where its bytes lie, what they stand for, and its sizes.
+orchard_tensor read_operand(const char *name, const orchard_operand &operand, bool may_have_mean,
+                            orchard_tensor &data, Levels &levels, Check &check) {
+  const orchard_tensor whole = read_data(name, operand, check);
+  data = tidy(operand.data, 1);
+  const bool any = !absent(operand.scales) || !absent(operand.zeros) || !absent(operand.mean);
+  if (is_floating(whole.dtype)) {
+    if (any || (operand.group[0] | operand.group[1] | operand.group[2]) != 0)
+      check.fail(ORCHARD_INVALID_ARGUMENT,
+                 "%s is %s and has scales, zeros, mean or group; they belong to levels", name,
+                 dtype_name(whole.dtype));
+    return whole;
+  }
+  if (!is_levels(whole.dtype))
+    check.fail(ORCHARD_INVALID_ARGUMENT,
+               "%s is %s; it must be float32, float16, bfloat16, int8 or int4", name,
+               dtype_name(whole.dtype));
+  if (!may_have_mean && !absent(operand.mean))
+    check.fail(ORCHARD_INVALID_ARGUMENT, "%s.mean is given; only that of key is served", name);
+  if (!check.ok()) return whole;
+  read_levels(name, operand, shape_of(whole), levels, check);
+  read_mean("key.mean", operand.mean, shape_of(whole), levels, check);
+  return whole;
+}
+
+void read(const orchard_quantized_args &args, Problem &problem, Check &check) {
+  const orchard_tensor query =
+      read_operand("query", args.query, false, problem.query, problem.query_levels, check);
+  const orchard_tensor key =
+      read_operand("key", args.key, true, problem.key, problem.key_levels, check);
+  const orchard_tensor value =
+      read_operand("value", args.value, false, problem.value, problem.value_levels, check);
+  check.tensor("out", args.out);
+  if (args.bf16_product > 1 || args.reserved != 0)
+    check.fail(ORCHARD_INVALID_ARGUMENT,
+               "bf16_product is %u and reserved %u; the first must be 0 or 1, the second 0",
+               args.bf16_product, args.reserved);
+  if (!is_floating(args.out.dtype))
+    check.fail(ORCHARD_INVALID_ARGUMENT, "out is %s; it must be float32, float16 or bfloat16",
+               dtype_name(args.out.dtype));
+  if (!check.ok()) return;
+  problem.dtype = args.bf16_product != 0 ? ORCHARD_BFLOAT16 : ORCHARD_FLOAT32;
+  read_sizes(query, key, value, args.out, problem, check);
+  read_rest(args, problem, check);
+  check.output("out", args.out);
+  check.output("lse", args.lse);
+}
+
+void read(const orchard_quantize_args &args, Quantization &quantization, Check &check) {
+  const orchard_operand &result = args.result;
+  const Shape whole = shape_of(args.source);
+  check.tensor("source", args.source);
+  const orchard_tensor data = read_data("result", result, check);
+  if (!check.ok()) return;
+  if (!is_floating(args.source.dtype))
+    check.fail(ORCHARD_INVALID_ARGUMENT, "source is %s; it must be float32, float16 or bfloat16",
+               dtype_name(args.source.dtype));
+  if (!is_levels(data.dtype))
+    check.fail(ORCHARD_INVALID_ARGUMENT, "result is %s; it must be int8 or int4",
+               dtype_name(data.dtype));
+  check.shape("result", data, whole, ", as source has");
+  if (!absent(result.mean))
+    check.fail(ORCHARD_INVALID_ARGUMENT, "result.mean is given; mean is the one to take out");
+  if (args.reserved != 0)
+    check.fail(ORCHARD_INVALID_ARGUMENT, "reserved is %d; it must be 0", args.reserved);
+  if (!check.ok()) return;
+  read_levels("result", result, whole, quantization.levels, check);
+  read_mean("mean", args.mean, whole, quantization.levels, check);
+  check.output("result.data", result.data);
+  check.output("result.scales", result.scales);
+  check.output("result.zeros", result.zeros);
+  quantization.source = tidy(args.source, 1);
+  quantization.data = tidy(result.data, 1);
+  quantization.threads = read_threads(args.threads, check);
+}
+
 // The two words that every version of the struct begins with.
 template <class Args>
 int check_abi(const Args *args) {
@@ -326,19 +489,18 @@ int check_abi(const Args *args) {
   return ORCHARD_OK;
 }
 
-template <class Args>
-int call(const Args *args, int (*Kernels::*kernel)(const Problem &) noexcept) {
+template <class Args, class Work>
+int call(const Args *args, int (*Kernels::*kernel)(const Work &) noexcept) {
   if (const int status = check_abi(args); status != ORCHARD_OK) return status;
-  Problem problem{};
+  Work work{};
   Check check;
-  read(*args, problem, check);
+  read(*args, work, check);
   if (!check.ok()) return check.status();
-  const Kernels &kernels = current_kernels();
-  const int status = (kernels.*kernel)(problem);
+  const int status = (current_kernels().*kernel)(work);
   if (status == ORCHARD_OK) return succeed();
   if (status == ORCHARD_OUT_OF_MEMORY)
     return fail(status, "memory for scratch could not be allocated; outputs are undefined");
-  return fail(status, "the %s kernels do not serve this problem", kernels.name);
+  return fail(status, "source holds NaN, Inf or a magnitude above 2^126; it must hold none");
 }
 
 }  // namespace
@@ -366,6 +528,14 @@ int orchard_attention_forward(const orchard_forward_args *args) {
 
 int orchard_attention_backward(const orchard_backward_args *args) {
   return orchard::call(args, &orchard::Kernels::backward);
+}
+
+int orchard_quantized_forward(const orchard_quantized_args *args) {
+  return orchard::call(args, &orchard::Kernels::forward);
+}
+
+int orchard_quantize(const orchard_quantize_args *args) {
+  return orchard::call(args, &orchard::Kernels::quantize);
 }
 
 const char *orchard_last_error(void) { return orchard::last_error; }

@@ -6,6 +6,12 @@
 
 namespace orchard {
 
+// What makes values of an operand's levels: (level - zero) * scale + mean.
+struct Levels {
+  orchard_tensor scales, zeros, mean;  // data is NULL where they are absent
+  int64_t group[3];                    // batch entries, heads and rows that share a scale
+};
+
 struct Problem {
   orchard_tensor query, key, value, mask, out, lse;
   orchard_tensor grad_out, grad_lse, grad_query, grad_key, grad_value, grad_mask;
@@ -14,13 +20,22 @@ struct Problem {
   float scale, softcap;
   uint32_t drop_threshold, seed[2];
   int threads;
-  int32_t dtype;
+  int32_t dtype;  // of every operand; where they are levels, what the second product may round to
+  Levels query_levels, key_levels, value_levels;
+};
+
+// A tensor to be stored in few bits.
+struct Quantization {
+  orchard_tensor source, data;
+  Levels levels;
+  int threads;
 };
 
 struct Kernels {
   const char *name;
-  int (*forward)(const Problem &problem) noexcept;   // a status
-  int (*backward)(const Problem &problem) noexcept;  // a status
+  int (*forward)(const Problem &problem) noexcept;             // a status
+  int (*backward)(const Problem &problem) noexcept;            // a status
+  int (*quantize)(const Quantization &quantization) noexcept;  // a status
   void (*exp2)(const float *x, float *y, size_t count) noexcept;
 };
 

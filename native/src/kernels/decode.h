@@ -6,8 +6,17 @@
 
 namespace orchard::ORCHARD_ISA {
 
+// Bytes of kLanes elements.
+template <int32_t kDtype>
+constexpr int64_t kVectorBytes = kDtype == ORCHARD_FLOAT32 ? kLanes * 4
+                                 : kDtype == ORCHARD_INT8  ? kLanes
+                                 : kDtype == ORCHARD_INT4  ? kLanes / 2
+                                                           : kLanes * 2;
+
 template <int32_t kDtype>
 ORCHARD_INLINE Floats widen(const char *from) {
+  if constexpr (kDtype == ORCHARD_INT8) return widen_int8(from);
+  if constexpr (kDtype == ORCHARD_INT4) return widen_int4(from);
   if constexpr (kDtype == ORCHARD_FLOAT32) return load((const float *)from);
   if constexpr (kDtype == ORCHARD_FLOAT16) return widen_fp16((const uint16_t *)from);
   if constexpr (kDtype == ORCHARD_BFLOAT16) return widen_bf16((const uint16_t *)from);
@@ -18,18 +27,32 @@ struct Lines {
   const char *data;
   int64_t step;  // bytes from row to row
   int64_t vectors;
+  int32_t dtype;
+  bool scaled;  // levels: their steps are still to be applied
 };
 
-// scores[j][r] = query[r] . line[j]
+// Asks for the line that has this one's place in the next tile: runs of few bits are too short for
+// the machine to foresee them.
+template <int32_t kDtype>
+ORCHARD_INLINE void foresee(const Lines &lines, const char *line, int64_t count) {
+  if constexpr (kDtype == ORCHARD_INT8 || kDtype == ORCHARD_INT4)
+    for (int64_t at = 0; at < lines.vectors * kVectorBytes<kDtype>; at += 64)
+      __builtin_prefetch(line + count * lines.step + at, 0, 2);
+}
+
+// scores[j][r] = query[r] . line[j], where scores of a key lie `step` from those of the next
 template <int32_t kDtype, int kRows>
-static void decode_scores(const Lines &lines, int64_t count, const float *query, float *scores) {
+static void decode_scores(const Lines &lines, int64_t count, const float *query, int64_t step,
+                          float *scores) {
   constexpr int kAtOnce = kRows > 2 ? 2 : 4;
-  constexpr int64_t kBytes = kLanes * (kDtype == ORCHARD_FLOAT32 ? 4 : 2);
+  constexpr int64_t kBytes = kVectorBytes<kDtype>;
   const int64_t ld = lines.vectors * kLanes;
   for (int64_t j = 0; j < count; j += kAtOnce) {
     const char *line[kAtOnce];
-    for (int n = 0; n < kAtOnce; ++n)
+    for (int n = 0; n < kAtOnce; ++n) {
       line[n] = lines.data + smaller_of(j + n, count - 1) * lines.step;
+      foresee<kDtype>(lines, line[n], count);
+    }
     Floats acc[kAtOnce][kRows] = {};
     for (int64_t v = 0; v < lines.vectors; ++v) {
 #pragma GCC unroll 4
@@ -40,27 +63,28 @@ static void decode_scores(const Lines &lines, int64_t count, const float *query,
       }
     }
     for (int n = 0; n < kAtOnce && j + n < count; ++n)
-      for (int r = 0; r < kRows; ++r) scores[(j + n) * kPanel + r] = sum_of_lanes(acc[n][r]);
+      for (int r = 0; r < kRows; ++r) scores[(j + n) * step + r] = sum_of_lanes(acc[n][r]);
   }
 }
 
 // sums[r] = sums[r] * factor[r] + sum over j of weights[j][r] * line[j]
 template <int32_t kDtype, int kRows>
-static void decode_values(const Lines &lines, int64_t count, const float *weights,
+static void decode_values(const Lines &lines, int64_t count, int64_t step, const float *weights,
                           const float *factor, float *sums) {
   constexpr int kStrip = kRows > 2 ? 4 : 8;
-  constexpr int64_t kBytes = kLanes * (kDtype == ORCHARD_FLOAT32 ? 4 : 2);
+  constexpr int64_t kBytes = kVectorBytes<kDtype>;
   const int64_t ld = lines.vectors * kLanes;
   int64_t v = 0;
   for (; v + kStrip <= lines.vectors; v += kStrip) {
     Floats acc[kRows][kStrip] = {};
     for (int64_t j = 0; j < count; ++j) {
       const char *line = lines.data + j * lines.step + v * kBytes;
+      if (v == 0) foresee<kDtype>(lines, line, count);
 #pragma GCC unroll 8
       for (int n = 0; n < kStrip; ++n) {
         const Floats x = widen<kDtype>(line + n * kBytes);
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) acc[r][n] += x * weights[j * kPanel + r];
+        for (int r = 0; r < kRows; ++r) acc[r][n] += x * weights[j * step + r];
       }
     }
     for (int r = 0; r < kRows; ++r) {
@@ -75,7 +99,7 @@ static void decode_values(const Lines &lines, int64_t count, const float *weight
     for (int64_t j = 0; j < count; ++j) {
       const Floats x = widen<kDtype>(lines.data + j * lines.step + v * kBytes);
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) acc[r] += x * weights[j * kPanel + r];
+      for (int r = 0; r < kRows; ++r) acc[r] += x * weights[j * step + r];
     }
     for (int r = 0; r < kRows; ++r) {
       float *to = sums + r * ld + v * kLanes;
@@ -85,19 +109,191 @@ static void decode_values(const Lines &lines, int64_t count, const float *weight
 }
 
 // Rows [key, key + count) of an operand as lines: in place, or as fp32 copies in `scratch`.
-static Lines lines_of(const orchard_tensor &t, int64_t batch, int64_t kv_head, int64_t key,
-                      int64_t count, float *scratch, int32_t &dtype) {
-  const int64_t dim = t.sizes[3];
-  const int64_t vectors = (dim + kLanes - 1) / kLanes;
-  if (t.strides[3] == 1 && dim % kLanes == 0) {
-    dtype = t.dtype;
-    return {row_at(t, batch, kv_head, key), t.strides[2] * element_size(t.dtype), vectors};
+static Lines lines_of(const orchard_tensor &t, const Levels &levels, int64_t dim, int64_t batch,
+                      int64_t kv_head, int64_t key, int64_t count, float *scratch) {
+  const int64_t vectors = (dim + kLanes - 1) / kLanes, ld = vectors * kLanes;
+  if (t.strides[3] == 1 && dim % kLanes == 0)
+    return {row_at(t, batch, kv_head, key), t.strides[2] * element_size(t.dtype), vectors, t.dtype,
+            is_levels(t)};
+  read_values(t, levels, batch, kv_head, key, count, dim, ld, scratch);
+  return {(const char *)scratch, ld * 4, vectors, ORCHARD_FLOAT32, false};
+}
+
+// What the steps of the keys and of the query make of the products of levels.
+struct DecodeTerms {
+  float scale[kLanes];  // of the query's levels, by row; 1 where it is fp32
+  float sum[kLanes];    // of the query's levels or elements
+  float bias[kLanes];   // query . mean of the key
+};
+
+template <int kRows>
+static DecodeTerms decode_terms(const Problem &p, int64_t batch, int64_t kv_head,
+                                const float *query, int64_t wide) {
+  DecodeTerms terms{};
+  if (!is_levels(p.key)) return terms;
+  store(terms.scale, splat(1.0f));
+  for (int r = 0; r < kRows; ++r) {
+    const float *row = query + r * wide;
+    for (int64_t d = 0; d < p.dim; ++d) terms.sum[r] += row[d];
+    terms.bias[r] = dot_mean(p.key_levels.mean, batch, kv_head, row, p.dim);
   }
-  dtype = ORCHARD_FLOAT32;
-  for (int64_t j = 0; j < count; ++j)
-    pack_row<false>(row_at(t, batch, kv_head, key + j), t.strides[3], t.dtype, dim,
-                    vectors * kLanes, (uint32_t *)scratch + j * vectors * kLanes);
-  return {(const char *)scratch, vectors * kLanes * 4, vectors};
+  return terms;
+}
+
+#if defined(__AVX512VNNI__)
+
+constexpr int64_t kChunk = 64;  // bytes of levels that a vector holds
+
+// The query as levels too, in the order in which chunks of a key meet it.
+struct DecodeLevels {
+  int8_t rows[kDecodeRows][ORCHARD_MAX_HEAD_DIM];  // int4: of each chunk the even ones, the odd
+  int32_t start[kDecodeRows];  // takes out what the keys' levels have too much, being unsigned
+
+  void read(const Problem &p, const Panel &panel, int64_t batch, float sign, int r,
+            DecodeTerms &terms) {
+    const bool halves = p.key.dtype == ORCHARD_INT4;
+    const int64_t head = panel.head[r], row = panel.row[r];
+    int8_t level[ORCHARD_MAX_HEAD_DIM];
+    read_levels(row_at(p.query, batch, head, row), p.query.dtype, p.dim, level);
+    memset(rows[r], 0, sizeof(rows[r]));
+    for (int64_t d = 0; d < p.dim; ++d)
+      rows[r][halves ? d / (2 * kChunk) * 2 * kChunk + d % 2 * kChunk + d / 2 % kChunk : d] =
+          level[d];
+    const int32_t sum = sum_of(level, p.dim);
+    start[r] = (halves ? -8 : -128) * sum;
+    Steps step;
+    step.read(p.query_levels, batch, head, row, 1);
+    terms.scale[r] = sign * step.scale[0];
+    terms.sum[r] = (float)sum;
+  }
+};
+
+// scores[j][r] = sum of the products of levels, exact.
+template <bool kHalves, int kRows>
+static void decode_level_scores(const DecodeLevels &query, const Lines &keys, int64_t bytes,
+                                int64_t count, int64_t step, float *scores) {
+  for (int64_t j = 0; j < count; ++j) {
+    const char *line = keys.data + j * keys.step;
+    foresee<kHalves ? ORCHARD_INT4 : ORCHARD_INT8>(keys, line, count);
+    __m512i acc[kRows];
+    for (int r = 0; r < kRows; ++r) acc[r] = _mm512_setzero_si512();
+    for (int64_t at = 0; at < bytes; at += kChunk) {
+      const int64_t left = bytes - at;
+      const __mmask64 there = left < kChunk ? (__mmask64{1} << left) - 1 : ~__mmask64{0};
+      const __m512i chunk = _mm512_maskz_loadu_epi8(there, line + at);
+      for (int r = 0; r < kRows; ++r) {
+        const int8_t *with = query.rows[r] + (kHalves ? 2 * at : at);
+        if constexpr (kHalves) {
+          const __m512i halves = _mm512_xor_si512(chunk, _mm512_set1_epi8((char)0x88));
+          const __m512i low = _mm512_and_si512(halves, _mm512_set1_epi8(15));
+          const __m512i high = _mm512_and_si512(_mm512_srli_epi16(halves, 4), _mm512_set1_epi8(15));
+          acc[r] = _mm512_dpbusd_epi32(acc[r], low, load_as<__m512i>(with));
+          acc[r] = _mm512_dpbusd_epi32(acc[r], high, load_as<__m512i>(with + kChunk));
+        } else {
+          const __m512i levels = _mm512_xor_si512(chunk, _mm512_set1_epi8((char)0x80));
+          acc[r] = _mm512_dpbusd_epi32(acc[r], levels, load_as<__m512i>(with));
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r)
+      scores[j * step + r] = (float)(_mm512_reduce_add_epi32(acc[r]) + query.start[r]);
+  }
+}
+
+#endif
+
+// Products of levels as scores: of all rows for one key after another, or of one row along its
+// keys.
+static void apply_key_steps(const Steps &steps, const DecodeTerms &terms, int64_t count,
+                            bool along_keys, float *scores) {
+  if (along_keys) {
+    const float scale = terms.scale[0], sum = terms.sum[0], bias = terms.bias[0];
+    for (int64_t j = 0; j < count; j += kLanes)
+      store(scores + j,
+            (load(scores + j) - load(steps.zero + j) * sum) * load(steps.scale + j) * scale + bias);
+    return;
+  }
+  const Floats scale = load(terms.scale), sum = load(terms.sum), bias = load(terms.bias);
+  for (int64_t j = 0; j < count; ++j) {
+    float *at = scores + j * kPanel;
+    store(at, (load(at) - sum * steps.zero[j]) * steps.scale[j] * scale + bias);
+  }
+}
+
+// Weights of the values' levels from those of the values; `offset` gathers what zeros take away.
+static void apply_value_steps(const Steps &steps, int64_t count, bool along_keys,
+                              const float *factor, float *weights, float *offset) {
+  Floats added = splat(0.0f);
+  if (along_keys) {
+    for (int64_t j = 0; j < count; j += kLanes) {
+      const Floats weight = load(weights + j) * load(steps.scale + j);
+      added += weight * load(steps.zero + j);
+      store(weights + j, weight);
+    }
+    offset[0] = offset[0] * factor[0] + sum_of_lanes(added);
+    return;
+  }
+  for (int64_t j = 0; j < count; ++j) {
+    float *at = weights + j * kPanel;
+    const Floats weight = load(at) * steps.scale[j];
+    added += weight * steps.zero[j];
+    store(at, weight);
+  }
+  store(offset, load(offset) * load(factor) + added);
+}
+
+// `softmax` of one row whose scores lie side by side and all count; zeros up to a whole vector.
+static void softmax_along_keys(const Scoring &how, int64_t count, float *scores, float *top,
+                               float *total, float *factor) {
+  const int64_t padded = round_up(count, kLanes);
+  for (int64_t j = count; j < padded; ++j) scores[j] = -kInfinity;
+  Floats best = splat(-kInfinity), sum = splat(0.0f);
+  for (int64_t j = 0; j < padded; j += kLanes) best = larger(load(scores + j), best);
+  float now = *top;
+  for (int n = 0; n < kLanes; ++n) now = best[n] > now ? best[n] : now;
+  const float shift = now == -kInfinity ? 0.0f : now;
+  *factor = exp2(splat((*top - shift) * how.factor))[0];
+  *top = now;
+  for (int64_t j = 0; j < padded; j += kLanes) {
+    const Floats e = exp2((load(scores + j) - shift) * how.factor);
+    sum += e;
+    store(scores + j, e);
+  }
+  *total = *total * *factor + sum_of_lanes(sum);
+}
+
+template <int kRows>
+static void decode_scores(const Lines &keys, int64_t count, const float *query, int64_t step,
+                          float *scores) {
+  switch (keys.dtype) {
+    case ORCHARD_FLOAT32:
+      return decode_scores<ORCHARD_FLOAT32, kRows>(keys, count, query, step, scores);
+    case ORCHARD_FLOAT16:
+      return decode_scores<ORCHARD_FLOAT16, kRows>(keys, count, query, step, scores);
+    case ORCHARD_BFLOAT16:
+      return decode_scores<ORCHARD_BFLOAT16, kRows>(keys, count, query, step, scores);
+    case ORCHARD_INT8:
+      return decode_scores<ORCHARD_INT8, kRows>(keys, count, query, step, scores);
+    default:
+      return decode_scores<ORCHARD_INT4, kRows>(keys, count, query, step, scores);
+  }
+}
+
+template <int kRows>
+static void decode_values(const Lines &values, int64_t count, int64_t step, const float *weights,
+                          const float *factor, float *sums) {
+  switch (values.dtype) {
+    case ORCHARD_FLOAT32:
+      return decode_values<ORCHARD_FLOAT32, kRows>(values, count, step, weights, factor, sums);
+    case ORCHARD_FLOAT16:
+      return decode_values<ORCHARD_FLOAT16, kRows>(values, count, step, weights, factor, sums);
+    case ORCHARD_BFLOAT16:
+      return decode_values<ORCHARD_BFLOAT16, kRows>(values, count, step, weights, factor, sums);
+    case ORCHARD_INT8:
+      return decode_values<ORCHARD_INT8, kRows>(values, count, step, weights, factor, sums);
+    default:
+      return decode_values<ORCHARD_INT4, kRows>(values, count, step, weights, factor, sums);
+  }
 }
 
 template <int kRows>
@@ -110,11 +306,22 @@ static void decode_rows(const Forward &f, int64_t unit, int64_t split, const For
   Panel &panel = s.panels[0];
   lay_out_panel(f, unit, 0, kRows, panel);
   for (int r = 0; r < kRows; ++r) {
-    pack_row<false>(row_at(p.query, batch, panel.head[r], panel.row[r]), p.query.strides[3],
-                    p.dtype, p.dim, wide, (uint32_t *)query + r * wide);
+    float *row = query + r * wide;
+    read_values(p.query, p.query_levels, batch, panel.head[r], panel.row[r], 1, p.dim, wide, row);
     if (f.how.sign != 0)
-      for (int64_t d = 0; d < wide; ++d) query[r * wide + d] = -query[r * wide + d];
+      for (int64_t d = 0; d < wide; ++d) row[d] = -row[d];
   }
+  DecodeTerms terms = decode_terms<kRows>(p, batch, kv_head, query, wide);
+#if defined(__AVX512VNNI__)
+  DecodeLevels levels;
+  const bool by_levels =
+      is_levels(p.key) && is_levels(p.query) && p.query_levels.zeros.data == nullptr;
+  if (by_levels)
+    for (int r = 0; r < kRows; ++r)
+      levels.read(p, panel, batch, f.how.sign != 0 ? -1.0f : 1.0f, r, terms);
+#endif
+  float offset[kLanes] = {};
+  Steps steps;
   memset(s.sums, 0, (size_t)(kRows * value_wide) * 4);
   memset(s.scores, 0, (size_t)(f.tile * kPanel) * 4);
   for (int i = 0; i < kLanes; ++i) s.total[i] = 0.0f, s.top[i] = -kInfinity;
@@ -127,23 +334,46 @@ static void decode_rows(const Forward &f, int64_t unit, int64_t split, const For
       if (!read_mask(p, f.how, panel, batch, key, count, s.mask, s.mask_rows)) continue;
       mask = s.mask;
     }
-    int32_t dtype;
-    const Lines keys = lines_of(p.key, batch, kv_head, key, count, (float *)s.key, dtype);
-    if (dtype == ORCHARD_FLOAT32)
-      decode_scores<ORCHARD_FLOAT32, kRows>(keys, count, query, s.scores);
-    else if (dtype == ORCHARD_FLOAT16)
-      decode_scores<ORCHARD_FLOAT16, kRows>(keys, count, query, s.scores);
+    // One row alone would leave all but one lane of a vector without work.
+    const bool along_keys = kRows == 1 && is_levels(p.key) && !f.how.general &&
+                            p.drop_threshold == 0 && !cut_by_band(f.how, panel, key) &&
+                            !cut_by_band(f.how, panel, key + count - 1);
+    const int64_t step = along_keys ? 1 : kPanel;
+    bool scaled = false;
+#if defined(__AVX512VNNI__)
+    if (by_levels) {
+      const Lines keys{row_at(p.key, batch, kv_head, key), p.key.strides[2], p.dim / kLanes,
+                       p.key.dtype, true};
+      const auto score = p.key.dtype == ORCHARD_INT4 ? decode_level_scores<true, kRows>
+                                                     : decode_level_scores<false, kRows>;
+      score(levels, keys, p.key.sizes[3], count, step, s.scores);
+      scaled = true;
+    }
+#endif
+    if (!scaled) {
+      const Lines keys =
+          lines_of(p.key, p.key_levels, p.dim, batch, kv_head, key, count, (float *)s.key);
+      decode_scores<kRows>(keys, count, query, step, s.scores);
+      scaled = keys.scaled;
+    }
+    if (scaled) {
+      steps.read(p.key_levels, batch, kv_head, key, count);
+      apply_key_steps(steps, terms, count, along_keys, s.scores);
+    }
+    if (along_keys)
+      softmax_along_keys(f.how, count, s.scores, s.top, s.total, s.factor);
     else
-      decode_scores<ORCHARD_BFLOAT16, kRows>(keys, count, query, s.scores);
-    softmax<false, 1>(p, f.how, panel, key, count, s.scores, mask, s.top, s.total, s.factor);
-    const Lines values = lines_of(p.value, batch, kv_head, key, count, (float *)s.value, dtype);
-    if (dtype == ORCHARD_FLOAT32)
-      decode_values<ORCHARD_FLOAT32, kRows>(values, count, s.scores, s.factor, s.sums);
-    else if (dtype == ORCHARD_FLOAT16)
-      decode_values<ORCHARD_FLOAT16, kRows>(values, count, s.scores, s.factor, s.sums);
-    else
-      decode_values<ORCHARD_BFLOAT16, kRows>(values, count, s.scores, s.factor, s.sums);
+      softmax<false, 1>(p, f.how, panel, key, count, s.scores, mask, s.top, s.total, s.factor);
+    const Lines values = lines_of(p.value, p.value_levels, p.value_dim, batch, kv_head, key, count,
+                                  (float *)s.value);
+    if (values.scaled) {
+      steps.read(p.value_levels, batch, kv_head, key, count);
+      apply_value_steps(steps, count, along_keys, s.factor, s.scores, offset);
+    }
+    decode_values<kRows>(values, count, step, s.scores, s.factor, s.sums);
   }
+  for (int r = 0; r < kRows; ++r)
+    for (int64_t d = 0; d < p.value_dim; ++d) s.sums[r * value_wide + d] -= offset[r];
   for (int r = 0; r < kRows; ++r)
     finish_row(f, unit, split, r, s.top[r], s.total[r], s.sums + r * value_wide);
 }

@@ -13,9 +13,29 @@ constexpr int64_t kSplitRows = kPanel;  // the most rows for which keys are spli
 constexpr int64_t kDecodeRows = 4;      // the most rows that go without panels
 constexpr int64_t kMaxBlockPanels = 8;
 
+// What the products of query and key are made of.
+enum class Scores {
+  fp32,
+  pairs,   // of bf16
+  levels,  // quads of 8-bit ones
+};
+
+ORCHARD_INLINE Scores scores_of(const Problem &p, bool pairs) {
+  if (kHasQuads && is_levels(p.query) && is_levels(p.key)) return Scores::levels;
+  const bool halves = p.query.dtype == ORCHARD_BFLOAT16 && p.key.dtype == ORCHARD_BFLOAT16;
+  return pairs && halves ? Scores::pairs : Scores::fp32;
+}
+
+// 32-bit elements of a row of the query or the key.
+template <Scores kScores>
+ORCHARD_INLINE int64_t score_words(int64_t dim) {
+  if constexpr (kScores == Scores::levels) return quads_of(dim);
+  return words_of<kScores == Scores::pairs>(dim);
+}
+
 ORCHARD_INLINE int64_t forward_tile(int64_t dim, int64_t value_dim) {
   const int64_t wide = larger_of(dim, value_dim);
-  return wide <= 128 ? 128 : 64;
+  return wide <= 128 ? kMostTile : kMostTile / 2;
 }
 
 // How a call is cut into tasks. Nothing here changes a row's bits but `split_keys`, which depends
@@ -27,7 +47,8 @@ struct Forward {
   int64_t units, unit_rows, block_rows, blocks, splits, split_keys, tile;
   float *partial = nullptr;  // [unit][split][row]: top, total, value_dim sums
 
-  Forward(const Problem &problem, bool pairs) : p(problem), how(problem, pairs) {
+  Forward(const Problem &problem, Scores scores)
+      : p(problem), how(problem, scores == Scores::pairs) {
     by_group = p.group > 1 && p.rows < kPanel;
     units = p.batch * (by_group ? p.kv_heads : p.heads);
     unit_rows = by_group ? p.rows * p.group : p.rows;
@@ -63,6 +84,8 @@ struct ForwardScratch {
   float *mask, *mask_rows;
   float *rows;  // kLanes rows of the widest kind
   Panel *panels;
+  QueryTerms *query_terms;  // of each panel; these and the next where the scores are of levels
+  KeyTerms *key_terms;
   size_t bytes;
 
   ForwardScratch(const Forward &f, void *base) {
@@ -83,6 +106,9 @@ struct ForwardScratch {
     mask_rows = carve.take<float>(masked * kLanes);
     rows = carve.take<float>(kLanes * larger_of(wide, value_wide));
     panels = carve.take<Panel>(panels_here);
+    const bool levels = is_levels(p.key);
+    query_terms = carve.take<QueryTerms>(levels ? panels_here : 0);
+    key_terms = carve.take<KeyTerms>(levels ? 1 : 0);
     bytes = carve.used;
   }
 };
@@ -118,22 +144,29 @@ static void lay_out_panel(const Forward &f, int64_t unit, int64_t r0, int64_t co
   }
 }
 
-// Rows of one panel as columns, rows past its count as zeros.
-template <bool kPairs>
-static void pack_panel(const orchard_tensor &t, int64_t batch, const Panel &panel, uint32_t sign,
-                       int64_t dim, uint32_t *rows, uint32_t *to) {
-  const int64_t words = words_of<kPairs>(dim), ld = round_up(words, kLanes);
+// The query's rows of one panel as columns, rows past its count as zeros.
+template <Scores kScores>
+static void pack_panel(const Forward &f, int64_t batch, const Panel &panel, uint32_t *rows,
+                       uint32_t *to, QueryTerms *terms) {
+  const Problem &p = f.p;
+  const int64_t words = score_words<kScores>(p.dim), ld = round_up(words, kLanes);
+  if (kScores == Scores::levels) memset(terms, 0, sizeof(*terms));
   for (int v = 0; v < panel.vectors(); ++v) {
     for (int r = 0; r < kLanes; ++r) {
-      const int64_t lane = v * kLanes + r;
-      if (lane < panel.count)
-        pack_row<kPairs>(row_at(t, batch, panel.head[lane], panel.row[lane]), t.strides[3], t.dtype,
-                         dim, words, rows + r * ld);
+      const int64_t lane = v * kLanes + r, head = panel.head[lane], row = panel.row[lane];
+      uint32_t *here = rows + r * ld;
+      if (lane >= panel.count)
+        memset(here, 0, (size_t)words * 4);
+      else if constexpr (kScores == Scores::levels)
+        pack_query_levels(p, f.how.sign != 0 ? -1.0f : 1.0f, batch, head, row, lane, here, *terms);
+      else if constexpr (kScores == Scores::pairs)
+        pack_row<true>(row_at(p.query, batch, head, row), p.query.strides[3], p.query.dtype, p.dim,
+                       words, here);
       else
-        memset(rows + r * ld, 0, (size_t)words * 4);
+        read_values(p.query, p.query_levels, batch, head, row, 1, p.dim, words, (float *)here);
     }
-    if (sign != 0)
-      for (int64_t i = 0; i < kLanes * ld; ++i) rows[i] ^= sign;
+    if (kScores != Scores::levels && f.how.sign != 0)
+      for (int64_t i = 0; i < kLanes * ld; ++i) rows[i] ^= f.how.sign;
     transpose_rows(rows, ld, words, to + v * kLanes);
   }
 }
@@ -241,37 +274,71 @@ static void softmax(const Problem &p, const Scoring &how, const Panel &panel, in
     store(total + v * kLanes, load(total + v * kLanes) * load(factor + v * kLanes) + sum[v]);
 }
 
-// Keys and values of one tile; keys past the tile's end up to a multiple of 8 are zeros.
-template <bool kPairs>
-static void pack_tile(const Forward &f, const ForwardScratch &s, int64_t batch, int64_t kv_head,
+// Keys of one tile; those past its end up to a multiple of 8 are zeros.
+template <Scores kScores>
+static void pack_keys(const Forward &f, const ForwardScratch &s, int64_t batch, int64_t kv_head,
                       int64_t key, int64_t count) {
   const Problem &p = f.p;
-  const int64_t words = words_of<kPairs>(p.dim), wide = round_up(p.value_dim, kTileRows);
-  for (int64_t j = 0; j < count; ++j)
-    pack_row<kPairs>(row_at(p.key, batch, kv_head, key + j), p.key.strides[3], p.dtype, p.dim,
-                     words, s.key + j * words);
-  memset(s.key + count * words, 0, (size_t)((round_up(count, 8) - count) * words) * 4);
-  const auto value_row = [&](int64_t j) { return row_at(p.value, batch, kv_head, key + j); };
-  if constexpr (kPairs) {
-    uint16_t *low = (uint16_t *)s.rows, *high = low + wide;
-    const bool plain = p.value.strides[3] == 1 && p.value_dim == wide;
-    for (int64_t j = 0; j < count; j += 2) {
-      const uint16_t *a = (const uint16_t *)value_row(j), *b = high;
-      if (plain) {
-        if (j + 1 < count) b = (const uint16_t *)value_row(j + 1);
-      } else {
-        copy_halves((const char *)a, p.value.strides[3], p.value_dim, wide, low);
-        if (j + 1 < count)
-          copy_halves(value_row(j + 1), p.value.strides[3], p.value_dim, wide, high);
-        a = low;
-      }
-      if (j + 1 == count) memset(high, 0, (size_t)wide * 2);
-      interleave(a, b, wide, s.value + j / 2 * wide);
-    }
+  if constexpr (kScores == Scores::levels) {
+    pack_key_levels(p, batch, kv_head, key, count, s.key, *s.key_terms);
   } else {
-    for (int64_t j = 0; j < count; ++j)
-      pack_row<false>(value_row(j), p.value.strides[3], p.dtype, p.value_dim, wide,
-                      s.value + j * wide);
+    const int64_t words = score_words<kScores>(p.dim);
+    if constexpr (kScores == Scores::fp32)
+      read_values(p.key, p.key_levels, batch, kv_head, key, count, p.dim, words, (float *)s.key);
+    else
+      for (int64_t j = 0; j < count; ++j)
+        pack_row<true>(row_at(p.key, batch, kv_head, key + j), p.key.strides[3], p.key.dtype, p.dim,
+                       words, s.key + j * words);
+    memset(s.key + count * words, 0, (size_t)((round_up(count, 8) - count) * words) * 4);
+  }
+}
+
+// Values of one tile that are bf16 as they lie, in pairs of rows.
+static void pair_halves(const Forward &f, const ForwardScratch &s, int64_t batch, int64_t kv_head,
+                        int64_t key, int64_t count, int64_t wide) {
+  const Problem &p = f.p;
+  const auto value_row = [&](int64_t j) { return row_at(p.value, batch, kv_head, key + j); };
+  uint16_t *low = (uint16_t *)s.rows, *high = low + wide;
+  const bool plain = p.value.strides[3] == 1 && p.value_dim == wide;
+  for (int64_t j = 0; j < count; j += 2) {
+    const uint16_t *a = (const uint16_t *)value_row(j), *b = high;
+    if (plain) {
+      if (j + 1 < count) b = (const uint16_t *)value_row(j + 1);
+    } else {
+      copy_halves((const char *)a, p.value.strides[3], p.value_dim, wide, low);
+      if (j + 1 < count) copy_halves(value_row(j + 1), p.value.strides[3], p.value_dim, wide, high);
+      a = low;
+    }
+    if (j + 1 == count) memset(high, 0, (size_t)wide * 2);
+    interleave(a, b, wide, s.value + j / 2 * wide);
+  }
+}
+
+// Values of one tile, as fp32 or in bf16 pairs of rows.
+template <bool kPairs>
+static void pack_values(const Forward &f, const ForwardScratch &s, int64_t batch, int64_t kv_head,
+                        int64_t key, int64_t count) {
+  const Problem &p = f.p;
+  const int64_t wide = round_up(p.value_dim, kTileRows);
+  if constexpr (!kPairs) {
+    read_values(p.value, p.value_levels, batch, kv_head, key, count, p.value_dim, wide,
+                (float *)s.value);
+  } else if (p.value.dtype == ORCHARD_BFLOAT16) {
+    pair_halves(f, s, batch, kv_head, key, count, wide);
+  } else {
+    const int64_t ld = round_up(wide, kLanes), at_once = kLanes;
+    for (int64_t first = 0; first < count; first += at_once) {
+      const int64_t rows = smaller_of(at_once, count - first);
+      read_values(p.value, p.value_levels, batch, kv_head, key + first, rows, p.value_dim, ld,
+                  s.rows);
+      if (rows % 2 != 0) memset(s.rows + rows * ld, 0, (size_t)ld * 4);
+      for (int64_t j = 0; j < rows; j += 2) {
+        const float *low = s.rows + j * ld, *high = low + ld;
+        // The last vector may reach into the next row, which is written after it.
+        for (int64_t d = 0; d < wide; d += kLanes)
+          store(s.value + (first + j) / 2 * wide + d, pair_bf16(load(low + d), load(high + d)));
+      }
+    }
   }
 }
 
@@ -308,14 +375,33 @@ struct Span {
   }
 };
 
-template <bool kPairs>
+template <Scores kScores>
+static void score_panel(const Forward &f, const ForwardScratch &s, int64_t n, int64_t begin,
+                        int64_t count) {
+  const Problem &p = f.p;
+  const int64_t words = score_words<kScores>(p.dim), rows = round_up(count, kTileRows);
+  const uint32_t *query = s.query + n * words * kPanel;
+  const int vectors = s.panels[n].vectors();
+#if defined(__AVX512VNNI__)
+  if constexpr (kScores == Scores::levels) {
+    const bool zeros = p.query_levels.zeros.data != nullptr || p.key_levels.zeros.data != nullptr;
+    const auto score = zeros ? score_levels<true> : score_levels<false>;
+    return score(rows, vectors, p.dim, s.key, *s.key_terms, begin, query, s.query_terms[n],
+                 s.scores);
+  }
+#endif
+  multiply<kScores == Scores::pairs, false, Into::store>(
+      rows, vectors, words, s.key + begin * words, words, query, kPanel, s.scores, kPanel);
+}
+
+template <Scores kScores, bool kPairs>
 static void forward_block(const Forward &f, int64_t unit, int64_t block, int64_t split,
                           const ForwardScratch &s) {
   const Problem &p = f.p;
   const int64_t r0 = block * f.block_rows, rows = smaller_of(f.block_rows, f.unit_rows - r0);
   const int64_t panels = (rows + kPanel - 1) / kPanel;
-  const int64_t words = words_of<kPairs>(p.dim), wide = round_up(p.value_dim, kTileRows);
-  const int64_t query_panel = words * kPanel, sums_panel = wide * kPanel;
+  const int64_t query_panel = score_words<kScores>(p.dim) * kPanel;
+  const int64_t wide = round_up(p.value_dim, kTileRows), sums_panel = wide * kPanel;
   const Place origin(f, unit, r0);
   const int64_t batch = origin.batch, kv_head = origin.head / p.group;
 
@@ -323,8 +409,8 @@ static void forward_block(const Forward &f, int64_t unit, int64_t block, int64_t
   for (int64_t n = 0; n < panels; ++n) {
     Panel &panel = s.panels[n];
     lay_out_panel(f, unit, r0 + n * kPanel, smaller_of(kPanel, rows - n * kPanel), panel);
-    pack_panel<kPairs>(p.query, batch, panel, f.how.sign, p.dim, (uint32_t *)s.rows,
-                       s.query + n * query_panel);
+    pack_panel<kScores>(f, batch, panel, (uint32_t *)s.rows, s.query + n * query_panel,
+                        s.query_terms + n);
     first_row = smaller_of(first_row, panel.first);
     last_row = larger_of(last_row, panel.last);
   }
@@ -335,7 +421,8 @@ static void forward_block(const Forward &f, int64_t unit, int64_t block, int64_t
   const Span all(f, split, first_row, last_row);
   for (int64_t key = all.begin / f.tile * f.tile; key < all.end; key += f.tile) {
     const int64_t count = smaller_of(f.tile, smaller_of(p.keys, (split + 1) * f.split_keys) - key);
-    pack_tile<kPairs>(f, s, batch, kv_head, key, count);
+    pack_keys<kScores>(f, s, batch, kv_head, key, count);
+    pack_values<kPairs>(f, s, batch, kv_head, key, count);
     for (int64_t n = 0; n < panels; ++n) {
       const Panel &panel = s.panels[n];
       const Span seen(f, split, panel.first, panel.last);
@@ -347,9 +434,7 @@ static void forward_block(const Forward &f, int64_t unit, int64_t block, int64_t
         if (!read_mask(p, f.how, panel, batch, key + begin, here, s.mask, s.mask_rows)) continue;
         mask = s.mask;
       }
-      multiply<kPairs, false, Into::store>(round_up(here, kTileRows), panel.vectors(), words,
-                                           s.key + begin * words, words, s.query + n * query_panel,
-                                           kPanel, s.scores, kPanel);
+      score_panel<kScores>(f, s, n, begin, here);
       float *top = s.top + n * kPanel, *total = s.total + n * kPanel;
       if (panel.vectors() == 2)
         softmax<kPairs, 2>(p, f.how, panel, key + begin, here, s.scores, mask, top, total,

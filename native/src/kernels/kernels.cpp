@@ -6,10 +6,11 @@
 #endif
 
 #include "backward.h"
+#include "quantize.h"
 
 namespace orchard::ORCHARD_ISA {
 
-template <bool kPairs>
+template <Scores kScores, bool kPairs>
 static void forward_task(void *context, int64_t index, void *scratch) {
   const Forward &f = *(const Forward *)context;
   const ForwardScratch s(f, scratch);
@@ -19,7 +20,16 @@ static void forward_task(void *context, int64_t index, void *scratch) {
   if (f.decode())
     decode_unit(f, unit, split, s);
   else
-    forward_block<kPairs>(f, unit, block, split, s);
+    forward_block<kScores, kPairs>(f, unit, block, split, s);
+}
+
+template <bool kPairs>
+static Task forward_task_of(Scores scores) {
+  if constexpr (kHasQuads)
+    if (scores == Scores::levels) return forward_task<Scores::levels, kPairs>;
+  if constexpr (kPairs)
+    if (scores == Scores::pairs) return forward_task<Scores::pairs, true>;
+  return forward_task<Scores::fp32, kPairs>;
 }
 
 static void combine_task(void *context, int64_t unit, void *scratch) {
@@ -33,7 +43,8 @@ static bool too_large(double elements) { return elements > 0x1p48; }
 static int forward(const Problem &p) noexcept {
   if (p.batch == 0 || p.heads == 0 || p.rows == 0) return ORCHARD_OK;
   const bool pairs = kHasPairs && p.dtype == ORCHARD_BFLOAT16;
-  Forward f(p, pairs);
+  const Scores scores = scores_of(p, pairs);
+  Forward f(p, scores);
   if (f.splits > 1) {
     if (too_large((double)f.units * f.splits * f.unit_rows * f.partial_row()))
       return ORCHARD_OUT_OF_MEMORY;
@@ -41,7 +52,7 @@ static int forward(const Problem &p) noexcept {
     if (f.partial == nullptr) return ORCHARD_OUT_OF_MEMORY;
   }
   const size_t bytes = ForwardScratch(f, nullptr).bytes;
-  const Task task = pairs ? forward_task<kHasPairs> : forward_task<false>;
+  const Task task = pairs ? forward_task_of<kHasPairs>(scores) : forward_task_of<false>(scores);
   bool done = parallel_for(f.tasks(), p.threads, bytes, task, &f);
   if (done && f.splits > 1)
     done = parallel_for(f.units, p.threads, (size_t)p.value_dim * 4 + 64, combine_task, &f);
@@ -120,6 +131,6 @@ static void exp2_all(const float *x, float *y, size_t count) noexcept {
 const orchard::Kernels &orchard::ORCHARD_JOIN(kernels_, ORCHARD_ISA)() noexcept {
   namespace here = orchard::ORCHARD_ISA;
   static const Kernels table = {ORCHARD_TEXT(ORCHARD_ISA), here::forward, here::backward,
-                                here::exp2_all};
+                                here::quantize, here::exp2_all};
   return table;
 }

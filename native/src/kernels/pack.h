@@ -13,6 +13,8 @@ ORCHARD_INLINE int64_t element_size(int32_t dtype) {
     case ORCHARD_FLOAT64:
       return 8;
     case ORCHARD_BOOL:
+    case ORCHARD_INT8:
+    case ORCHARD_INT4:
       return 1;
     default:
       return 2;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "exp2.h"
-#include "pack.h"
+#include "levels.h"
 #include "philox.h"
 
 namespace orchard::ORCHARD_ISA {

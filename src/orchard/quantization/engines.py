@@ -19,6 +19,7 @@ from orchard.attention import api
 from orchard.attention.api import Causal, Layout
 from orchard.dispatch.backend import Reason
 from orchard.dispatch.planner import Plan
+from orchard.quantization import cpu
 from orchard.quantization.config import OPERANDS
 from orchard.quantization.formats import QuantizedTensor
 from orchard.text import table
@@ -115,6 +116,13 @@ def _explain_dequantised(call: QuantizedCall) -> Plan:
 
 
 ENGINES: tuple[Engine, ...] = (
+    Engine(
+        "cpu",
+        "reads int8 and int4 where they lie, in the native CPU kernels",
+        cpu.reasons,
+        lambda call: Served(*cpu.serve(call)),
+        lambda call: None,
+    ),
     Engine(
         "dequantise",
         "dequantises every operand to fp32 and calls attention",

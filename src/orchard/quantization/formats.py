@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from orchard.attention.api import Layout
+from orchard.attention.problem import is_traced
+from orchard.backends.cpu import quantized
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
@@ -238,6 +240,9 @@ def encode(
 ) -> QuantizedTensor:
     """A [B, H, S, D] tensor in `form`, whose granularity is settled; `mean` is taken out first."""
     values = tensor.detach()
+    native = _encode_native(values, form, mean)
+    if native is not None:
+        return native
     if mean is not None:
         values = values.float() - mean
     top, bottom = _row_extremes(values)
@@ -261,6 +266,24 @@ def encode(
         if form.precision == "int4":
             data = pack_int4(data)
     return QuantizedTensor(data, scales, zeros, mean, form, group, dim, tensor.dtype)
+
+
+def _encode_native(values: Tensor, form: Format, mean: Tensor | None) -> QuantizedTensor | None:
+    """The same by the native CPU kernels, bit for bit; None where they do not serve."""
+    served = form.precision in ("int8", "int4") and form.granularity in ("row", "block")
+    if not served or values.device.type != "cpu":
+        return None
+    if torch._C._are_functorch_transforms_active() or is_traced(values):
+        return None
+    library = quantized.usable_library()
+    if library is None:
+        return None
+    group, int4 = form.group(values.shape), form.precision == "int4"
+    found = quantized.quantize(library, values, mean, group, int4=int4, symmetric=form.symmetric)
+    if found is None:  # it holds what has to be refused, by a message that says what
+        return None
+    data, scales, zeros, *_ = found
+    return QuantizedTensor(data, scales, zeros, mean, form, group, values.shape[3], values.dtype)
 
 
 def _scales(

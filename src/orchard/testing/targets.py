@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from orchard.testing.benchmark import Case, Row, Spread, flops, measure
+from orchard.quantization import QuantizationConfig
+from orchard.testing.benchmark import Case, Row, Side, Spread, flops, measure
 from orchard.testing.footprint import footprint
+from orchard.testing.quantized_steps import Quantised, quantised_step
 
-Kind = Literal["ratio", "decode", "matmul", "memory"]
+Kind = Literal["ratio", "decode", "matmul", "memory", "quantised", "quantised-torch", "bytes"]
 Unit = Literal["x", "share", "MB"]
 Table = Callable[[], list["Target"]]
 
@@ -21,6 +23,7 @@ CPU = torch.device("cpu")
 MATMUL_SIZE = 2048
 COPY_BYTES = 2**28  # far more than a cache holds
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SHARES = ("matmul", "bytes")
 HEADERS = ("work", "found", "worst to best", "must", "aim", "met")
 
 _LENGTHS = (512, 1024, 2048, 4096)
@@ -35,7 +38,9 @@ class Target:
 
     `ratio`: torch's time over ours. `decode`: the same, and the aim also asks for a share of the
     bandwidth of a memory copy. `matmul`: our rate as a share of torch's matrix product's.
-    `memory`: megabytes beyond operands and results, where less is better.
+    `memory`: megabytes beyond operands and results, where less is better. `quantised`: our time
+    without quantisation over ours with it, `quantised-torch`: torch's over it, `bytes`: what key
+    and value take, as a share of what they took, where less is better.
     """
 
     work: str
@@ -44,10 +49,15 @@ class Target:
     cases: tuple[Case, ...]
     kind: Kind = "ratio"
     copy_share: float | None = None
+    quantised: Quantised | None = None
 
     @property
     def unit(self) -> Unit:
-        return "MB" if self.kind == "memory" else "share" if self.kind == "matmul" else "x"
+        return "MB" if self.kind == "memory" else "share" if self.kind in _SHARES else "x"
+
+    @property
+    def less_is_better(self) -> bool:
+        return self.kind in ("memory", "bytes")
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ class Finding:
         if len(self.points) == 1 and self.points[0].value is not None:
             values = [self.points[0].value.p20, self.points[0].value.p80]
         low, high = min(values), max(values)
-        return (high, low) if self.target.unit == "MB" else (low, high)
+        return (high, low) if self.target.less_is_better else (low, high)
 
     @property
     def copy_share(self) -> float | None:
@@ -119,7 +129,7 @@ class Finding:
         found, target = self.found, self.target
         if found is None:
             return "no"
-        better = _at_most if target.unit == "MB" else _at_least
+        better = _at_most if target.less_is_better else _at_least
         also = target.copy_share is None or (self.copy_share or 0.0) >= target.copy_share
         if better(found, target.aim) and also:
             return "aim"
@@ -192,6 +202,8 @@ def measure_case(target: Target, case: Case, backend: str, seconds: float) -> Po
         right = used.row.ours.status == "ok" and used.extra is not None
         return Point(used.row, _constant(max(used.extra or 0, 0) / 1e6) if right else None)
     timed = partial(measure, case, CPU, backend, seconds, peaks=False)
+    if target.quantised is not None:
+        return _measure_quantised(target.kind, target.quantised, case, timed)
     if target.kind == "matmul":
         row = timed(beside={"matmul": _matmul(case.dtype)})
         scale = flops(case) / (2.0 * MATMUL_SIZE**3)
@@ -204,6 +216,23 @@ def measure_case(target: Target, case: Case, backend: str, seconds: float) -> Po
         return Point(row, row.ratio, bandwidth, None if share is None else share.p50)
     row = timed()
     return Point(row, row.ratio)
+
+
+def _measure_quantised(
+    kind: Kind, quantised: Quantised, case: Case, timed: Callable[..., Row]
+) -> Point:
+    """The case as it is and quantised, in the same rounds."""
+    made = quantised_step(case, quantised)
+    row = timed(beside={"quantised": made.step})
+    if not made.check.ok:
+        return Point(replace(row, ours=Side("WRONG", str(made.check), made.check)), None)
+    if kind == "bytes":
+        return Point(row, _constant(made.share_of_bytes))
+    beside = _beside(row, "quantised")
+    if beside is None or row.ratio is None:
+        return Point(row, None)
+    over = row.ratio.p50 if kind == "quantised-torch" else 1.0
+    return Point(row, Spread(over / beside.p80, over / beside.p50, over / beside.p20))
 
 
 def _constant(value: float) -> Spread:
@@ -330,4 +359,40 @@ def _extra_memory() -> Target:
     return Target(work, 64.0, 16.0, (case,), "memory")
 
 
-TABLES: dict[str, Table] = {table.__name__: table for table in (cpu,)}
+def quantized() -> list[Target]:
+    """int8 and int4 against our own bf16 and torch on the CPU, and what they take in memory"""
+    forward = Case("", 1, 8, 8, 2048, 2048, 128, 128, torch.bfloat16)
+    decode = Case("", 1, 32, 32, 1, 4096, 128, 128, torch.bfloat16)
+    int8, int4 = (
+        QuantizationConfig(key_precision=name, value_precision=name) for name in ("int8", "int4")
+    )
+    at = "S 2048, D 128, quantisation included"
+    with_cache = "Sq 1, Sk 4096, 32 heads, D 128, quantised cache"
+    lines: list[tuple[str, float, float, Case, Kind, Quantised]] = [
+        (f"int8 forward over bf16: {at}", 1.15, 1.5, forward, "quantised", Quantised(int8)),
+        (f"int8 forward over torch: {at}", 2.0, 3.0, forward, "quantised-torch", Quantised(int8)),
+        (
+            f"int8 decode over bf16: {with_cache}",
+            1.6,
+            2.0,
+            decode,
+            "quantised",
+            Quantised(int8, cached=True),
+        ),
+        (
+            f"int4 decode over bf16: {with_cache}",
+            2.4,
+            3.0,
+            decode,
+            "quantised",
+            Quantised(int4, cached=True),
+        ),
+        ("int8 key and value, bytes of bf16's", 0.55, 0.51, forward, "bytes", Quantised(int8)),
+    ]
+    return [
+        Target(work, must, aim, (replace(case, name=work),), kind, quantised=quantised)
+        for work, must, aim, case, kind, quantised in lines
+    ]
+
+
+TABLES: dict[str, Table] = {table.__name__: table for table in (cpu, quantized)}

@@ -1,0 +1,159 @@
+// Tensors into few bits, one group of rows after another.
+#pragma once
+
+#include "levels.h"
+
+namespace orchard::ORCHARD_ISA {
+
+constexpr float kSmallestScale = 0x1p-126f, kLargestMagnitude = 0x1p126f;
+constexpr int64_t kTaskRows = 64;  // rows that are worth a task
+
+// A group: where its scale lies, and its batch entries, heads and rows.
+struct GroupRows {
+  int64_t at[3], begin[3], end[3];
+
+  GroupRows(const Quantization &q, int64_t index) {
+    const int64_t *counts = q.levels.scales.sizes;
+    at[0] = index / (counts[1] * counts[2]);
+    at[1] = index / counts[2] % counts[1];
+    at[2] = index % counts[2];
+    for (int axis = 0; axis < 3; ++axis) {
+      begin[axis] = at[axis] * q.levels.group[axis];
+      end[axis] = smaller_of(begin[axis] + q.levels.group[axis], q.source.sizes[axis]);
+    }
+  }
+
+  template <class Visit>
+  void each(Visit visit) const {
+    for (int64_t b = begin[0]; b < end[0]; ++b)
+      for (int64_t h = begin[1]; h < end[1]; ++h)
+        for (int64_t i = begin[2]; i < end[2]; ++i) visit(b, h, i);
+  }
+};
+
+struct Quantizer {
+  const Quantization &q;
+  int64_t groups, groups_in_task;
+  uint32_t refused = 0;  // set by any thread that meets what cannot be stored
+
+  explicit Quantizer(const Quantization &quantization) : q(quantization) {
+    const int64_t *counts = q.levels.scales.sizes;
+    groups = counts[0] * counts[1] * counts[2];
+    int64_t rows = 1;
+    for (int axis = 0; axis < 3; ++axis)
+      rows *= larger_of(1, smaller_of(q.levels.group[axis], q.source.sizes[axis]));
+    groups_in_task = larger_of(1, kTaskRows / rows);
+  }
+
+  int64_t tasks() const { return (groups + groups_in_task - 1) / groups_in_task; }
+  int64_t padded() const { return round_up(q.source.sizes[3], kLanes); }
+};
+
+// One row as fp32 without its mean, zeros up to a whole vector.
+static void read_centred(const Quantizer &z, int64_t b, int64_t h, int64_t i, float *to) {
+  const orchard_tensor &source = z.q.source, &mean = z.q.levels.mean;
+  const int64_t dim = source.sizes[3];
+  read_row(row_at(source, b, h, i), source.strides[3], source.dtype, dim, to);
+  memset(to + dim, 0, (size_t)(z.padded() - dim) * 4);
+  if (mean.data != nullptr) add_mean(mean, b, h, -1.0f, dim, to);
+}
+
+// The nearest integer, halves to even, of |x| below 2^22: left in the low bits of the sum.
+ORCHARD_INLINE Ints nearest(Floats x) { return bits_as<Ints>(x + 0x1.8p23f) - 0x4b400000; }
+
+struct Step {
+  float scale;
+  int32_t zero;
+};
+
+// The step of a group from the largest value and the largest negated one.
+static Step make_step(const Quantizer &z, float high, float low) {
+  const float largest = z.q.data.dtype == ORCHARD_INT8 ? 127.0f : 7.0f;
+  const bool symmetric = z.q.levels.zeros.data == nullptr;
+  const float range =
+      symmetric ? (high > low ? high : low) / largest : (high + low) / (2 * largest + 1);
+  Step step{range > kSmallestScale ? range : kSmallestScale, 0};
+  if (!symmetric) step.zero = nearest(splat(low / step.scale))[0] - (int32_t)largest - 1;
+  return step;
+}
+
+// One row of fp32 in `values` as levels; `bytes` holds a row of them.
+static void write_levels(const Quantizer &z, const Step &step, const float *values, int8_t *bytes,
+                         char *to) {
+  const int64_t dim = z.q.source.sizes[3];
+  const int32_t largest = z.q.data.dtype == ORCHARD_INT8 ? 127 : 7;
+  const int32_t least = z.q.levels.zeros.data == nullptr ? -largest : -largest - 1;
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    Ints level = nearest(load(values + d) / step.scale) + step.zero;
+    level = level > largest ? splat_int(largest) : level;
+    level = level < least ? splat_int(least) : level;
+#if defined(__AVX512F__)
+    store(bytes + d, _mm512_cvtepi32_epi8((__m512i)level));
+#else
+    for (int n = 0; n < kLanes; ++n) bytes[d + n] = (int8_t)level[n];
+#endif
+  }
+  if (z.q.data.dtype == ORCHARD_INT8) {
+    memcpy(to, bytes, (size_t)dim);
+    return;
+  }
+  if (dim % 2 != 0) bytes[dim] = 0;
+  for (int64_t n = 0; n < (dim + 1) / 2; ++n)
+    to[n] = (char)((bytes[2 * n] & 15) | (uint8_t)bytes[2 * n + 1] << 4);
+}
+
+// A row at a time is read twice rather than a group held: a group may be as large as the tensor.
+static void quantize_group(Quantizer &z, int64_t index, float *values, int8_t *bytes) {
+  const GroupRows rows(z.q, index);
+  const int64_t padded = z.padded();
+  Floats high = splat(0.0f), low = splat(0.0f);
+  Ints bad = splat_int(0);
+  rows.each([&](int64_t b, int64_t h, int64_t i) {
+    read_centred(z, b, h, i, values);
+    for (int64_t d = 0; d < padded; d += kLanes) {
+      const Floats x = load(values + d);
+      high = larger(x, high);
+      low = larger(-x, low);
+      bad |= ~((x <= splat(kLargestMagnitude)) & (-x <= splat(kLargestMagnitude)));
+    }
+  });
+  float most = 0, least = 0;
+  int32_t refused = 0;
+  for (int n = 0; n < kLanes; ++n) {
+    most = high[n] > most ? high[n] : most;
+    least = low[n] > least ? low[n] : least;
+    refused |= bad[n];
+  }
+  if (refused != 0) {
+    __atomic_store_n(&z.refused, 1u, __ATOMIC_RELAXED);
+    return;
+  }
+  const Step step = make_step(z, most, least);
+  const auto &[batch_group, head_group, row_group] = rows.at;
+  *(float *)row_at(z.q.levels.scales, batch_group, head_group, row_group) = step.scale;
+  if (z.q.levels.zeros.data != nullptr)
+    *(int8_t *)row_at(z.q.levels.zeros, batch_group, head_group, row_group) = (int8_t)step.zero;
+  rows.each([&](int64_t b, int64_t h, int64_t i) {
+    read_centred(z, b, h, i, values);
+    write_levels(z, step, values, bytes, (char *)row_at(z.q.data, b, h, i));
+  });
+}
+
+static void quantize_task(void *context, int64_t index, void *scratch) {
+  Quantizer &z = *(Quantizer *)context;
+  float *values = (float *)scratch;
+  int8_t *bytes = (int8_t *)(values + z.padded());
+  const int64_t begin = index * z.groups_in_task;
+  const int64_t end = smaller_of(begin + z.groups_in_task, z.groups);
+  for (int64_t group = begin; group < end; ++group) quantize_group(z, group, values, bytes);
+}
+
+static int quantize(const Quantization &q) noexcept {
+  Quantizer z(q);
+  if (z.groups == 0) return ORCHARD_OK;
+  const size_t bytes = (size_t)z.padded() * 5 + 64;
+  if (!parallel_for(z.tasks(), q.threads, bytes, quantize_task, &z)) return ORCHARD_OUT_OF_MEMORY;
+  return z.refused != 0 ? ORCHARD_INVALID_ARGUMENT : ORCHARD_OK;
+}
+
+}  // namespace orchard::ORCHARD_ISA
