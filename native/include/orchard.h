@@ -112,8 +112,8 @@ typedef struct orchard_quantized_args {
   const uint32_t *seed;
   double scale;
   double softcap;
-  uint32_t bf16_product; /* 1: probabilities and values may be rounded to bf16; else 0 */
-  uint32_t reserved;     /* 0 */
+  uint32_t bf16_accuracy; /* 1: probabilities and values may be rounded, to an error as of bf16's */
+  uint32_t reserved;      /* 0 */
   uint32_t drop_threshold;
   int32_t threads;
 } orchard_quantized_args;

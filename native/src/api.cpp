@@ -433,15 +433,15 @@ void read(const orchard_quantized_args &args, Problem &problem, Check &check) {
   const orchard_tensor value =
       read_operand("value", args.value, false, problem.value, problem.value_levels, check);
   check.tensor("out", args.out);
-  if (args.bf16_product > 1 || args.reserved != 0)
+  if (args.bf16_accuracy > 1 || args.reserved != 0)
     check.fail(ORCHARD_INVALID_ARGUMENT,
-               "bf16_product is %u and reserved %u; the first must be 0 or 1, the second 0",
-               args.bf16_product, args.reserved);
+               "bf16_accuracy is %u and reserved %u; the first must be 0 or 1, the second 0",
+               args.bf16_accuracy, args.reserved);
   if (!is_floating(args.out.dtype))
     check.fail(ORCHARD_INVALID_ARGUMENT, "out is %s; it must be float32, float16 or bfloat16",
                dtype_name(args.out.dtype));
   if (!check.ok()) return;
-  problem.dtype = args.bf16_product != 0 ? ORCHARD_BFLOAT16 : ORCHARD_FLOAT32;
+  problem.dtype = args.bf16_accuracy != 0 ? ORCHARD_BFLOAT16 : ORCHARD_FLOAT32;
   read_sizes(query, key, value, args.out, problem, check);
   read_rest(args, problem, check);
   check.output("out", args.out);

@@ -363,7 +363,8 @@ static void decode_rows(const Forward &f, int64_t unit, int64_t split, const For
     if (along_keys)
       softmax_along_keys(f.how, count, s.scores, s.top, s.total, s.factor);
     else
-      softmax<false, 1>(p, f.how, panel, key, count, s.scores, mask, s.top, s.total, s.factor);
+      softmax<Product::fp32, 1>(p, f.how, panel, key, count, s.scores, mask, s.top, s.total,
+                                s.factor);
     const Lines values = lines_of(p.value, p.value_levels, p.value_dim, batch, kv_head, key, count,
                                   (float *)s.value);
     if (values.scaled) {

@@ -13,24 +13,37 @@ constexpr int64_t kSplitRows = kPanel;  // the most rows for which keys are spli
 constexpr int64_t kDecodeRows = 4;      // the most rows that go without panels
 constexpr int64_t kMaxBlockPanels = 8;
 
-// What the products of query and key are made of.
-enum class Scores {
+// What a product, of query and key or of probabilities and values, is made of.
+enum class Product {
   fp32,
   pairs,   // of bf16
   levels,  // quads of 8-bit ones
 };
 
-ORCHARD_INLINE Scores scores_of(const Problem &p, bool pairs) {
-  if (kHasQuads && is_levels(p.query) && is_levels(p.key)) return Scores::levels;
+ORCHARD_INLINE Product scores_of(const Problem &p) {
+  if (kHasQuads && is_levels(p.query) && is_levels(p.key)) return Product::levels;
   const bool halves = p.query.dtype == ORCHARD_BFLOAT16 && p.key.dtype == ORCHARD_BFLOAT16;
-  return pairs && halves ? Scores::pairs : Scores::fp32;
+  return kHasPairs && halves && p.dtype == ORCHARD_BFLOAT16 ? Product::pairs : Product::fp32;
 }
 
-// 32-bit elements of a row of the query or the key.
-template <Scores kScores>
-ORCHARD_INLINE int64_t score_words(int64_t dim) {
-  if constexpr (kScores == Scores::levels) return quads_of(dim);
-  return words_of<kScores == Scores::pairs>(dim);
+// Levels of probabilities beside those of values keep what bf16 keeps, but for zero points.
+ORCHARD_INLINE Product values_of(const Problem &p, Product scores) {
+  if (p.dtype != ORCHARD_BFLOAT16) return Product::fp32;
+  if (scores == Product::levels && is_levels(p.value) && p.value_levels.zeros.data == nullptr)
+    return Product::levels;
+  return kHasPairs ? Product::pairs : Product::fp32;
+}
+
+// Elements in one of 32 bits.
+template <Product kProduct>
+constexpr int kInWord = kProduct == Product::levels  ? 4
+                        : kProduct == Product::pairs ? 2
+                                                     : 1;
+
+// 32-bit elements that `count` elements take.
+template <Product kProduct>
+ORCHARD_INLINE int64_t words_in(int64_t count) {
+  return (count + kInWord<kProduct> - 1) / kInWord<kProduct>;
 }
 
 ORCHARD_INLINE int64_t forward_tile(int64_t dim, int64_t value_dim) {
@@ -47,8 +60,8 @@ struct Forward {
   int64_t units, unit_rows, block_rows, blocks, splits, split_keys, tile;
   float *partial = nullptr;  // [unit][split][row]: top, total, value_dim sums
 
-  Forward(const Problem &problem, Scores scores)
-      : p(problem), how(problem, scores == Scores::pairs) {
+  Forward(const Problem &problem, Product scores)
+      : p(problem), how(problem, scores == Product::pairs) {
     by_group = p.group > 1 && p.rows < kPanel;
     units = p.batch * (by_group ? p.kv_heads : p.heads);
     unit_rows = by_group ? p.rows * p.group : p.rows;
@@ -79,6 +92,7 @@ struct ForwardScratch {
   float *sums;            // [panel][value_dim][kPanel]; decode: [row][value_dim]
   float *top, *total;     // [panel][kPanel]
   float *factor;          // [kPanel]: what sums so far are multiplied by
+  float *gain;            // [kPanel]: what one level of a weight stands for
   uint32_t *key, *value;  // one tile of each
   float *scores;          // [key][kPanel]
   float *mask, *mask_rows;
@@ -86,6 +100,7 @@ struct ForwardScratch {
   Panel *panels;
   QueryTerms *query_terms;  // of each panel; these and the next where the scores are of levels
   KeyTerms *key_terms;
+  ValueTerms *value_terms;
   size_t bytes;
 
   ForwardScratch(const Forward &f, void *base) {
@@ -98,6 +113,7 @@ struct ForwardScratch {
     top = carve.take<float>(panels_here * kPanel);
     total = carve.take<float>(panels_here * kPanel);
     factor = carve.take<float>(kPanel);
+    gain = carve.take<float>(kPanel);
     key = carve.take<uint32_t>(f.tile * wide);
     value = carve.take<uint32_t>(f.tile * value_wide);
     scores = carve.take<float>(f.tile * kPanel);
@@ -109,6 +125,7 @@ struct ForwardScratch {
     const bool levels = is_levels(p.key);
     query_terms = carve.take<QueryTerms>(levels ? panels_here : 0);
     key_terms = carve.take<KeyTerms>(levels ? 1 : 0);
+    value_terms = carve.take<ValueTerms>(levels ? 1 : 0);
     bytes = carve.used;
   }
 };
@@ -145,39 +162,53 @@ static void lay_out_panel(const Forward &f, int64_t unit, int64_t r0, int64_t co
 }
 
 // The query's rows of one panel as columns, rows past its count as zeros.
-template <Scores kScores>
+template <Product kScores>
 static void pack_panel(const Forward &f, int64_t batch, const Panel &panel, uint32_t *rows,
                        uint32_t *to, QueryTerms *terms) {
   const Problem &p = f.p;
-  const int64_t words = score_words<kScores>(p.dim), ld = round_up(words, kLanes);
-  if (kScores == Scores::levels) memset(terms, 0, sizeof(*terms));
+  const int64_t words = words_in<kScores>(p.dim), ld = round_up(words, kLanes);
+  if (kScores == Product::levels) memset(terms, 0, sizeof(*terms));
   for (int v = 0; v < panel.vectors(); ++v) {
     for (int r = 0; r < kLanes; ++r) {
       const int64_t lane = v * kLanes + r, head = panel.head[lane], row = panel.row[lane];
       uint32_t *here = rows + r * ld;
       if (lane >= panel.count)
         memset(here, 0, (size_t)words * 4);
-      else if constexpr (kScores == Scores::levels)
+      else if constexpr (kScores == Product::levels)
         pack_query_levels(p, f.how.sign != 0 ? -1.0f : 1.0f, batch, head, row, lane, here, *terms);
-      else if constexpr (kScores == Scores::pairs)
+      else if constexpr (kScores == Product::pairs)
         pack_row<true>(row_at(p.query, batch, head, row), p.query.strides[3], p.query.dtype, p.dim,
                        words, here);
       else
         read_values(p.query, p.query_levels, batch, head, row, 1, p.dim, words, (float *)here);
     }
-    if (kScores != Scores::levels && f.how.sign != 0)
+    if (kScores != Product::levels && f.how.sign != 0)
       for (int64_t i = 0; i < kLanes * ld; ++i) rows[i] ^= f.how.sign;
     transpose_rows(rows, ld, words, to + v * kLanes);
   }
 }
 
+// Probabilities of keys that follow each other as one element of 32 bits.
+template <Product kProduct>
+ORCHARD_INLINE Words join_weights(const Floats (&weights)[kInWord<kProduct>]) {
+  if constexpr (kProduct == Product::fp32) return bits_as<Words>(weights[0]);
+  if constexpr (kProduct == Product::pairs) return pair_bf16(weights[0], weights[1]);
+#if defined(__AVX512VNNI__)
+  if constexpr (kProduct == Product::levels) return join_bytes(weights);
+#endif
+}
+
 // Scores of `count` keys from `key` on into probabilities relative to the rows' new maximum, in
-// place; kPairs leaves them as bf16 pairs of keys. Updates top and total, and says in `factor`
-// what the sums so far have to be multiplied by.
-template <bool kPairs, int kVectors>
+// place, in elements as the product with the values wants them. Updates top and total, and says in
+// `factor` what the sums so far have to be multiplied by. Levels are of probabilities times the
+// shares of their values' scales; `gain` is what one of them stands for.
+template <Product kProduct, int kVectors>
 static void softmax(const Problem &p, const Scoring &how, const Panel &panel, int64_t key,
                     int64_t count, float *scores, const float *mask, float *top, float *total,
-                    float *factor) {
+                    float *factor, const ValueTerms *terms = nullptr, int64_t first = 0,
+                    float *gain = nullptr) {
+  constexpr int kKeys = kInWord<kProduct>;
+  constexpr bool kLevels = kProduct == Product::levels;
   if (how.general) {
     for (int64_t j = 0; j < count; ++j) {
       for (int v = 0; v < kVectors; ++v) {
@@ -199,10 +230,26 @@ static void softmax(const Problem &p, const Scoring &how, const Panel &panel, in
   }
 
   Floats best[kVectors], shift[kVectors], sum[kVectors];
+  [[maybe_unused]] Floats unit[kVectors];
+  [[maybe_unused]] Floats peak[kMostTile / kRun][kVectors];  // of each run of keys
   for (int v = 0; v < kVectors; ++v) best[v] = splat(-kInfinity);
-  for (int64_t j = 0; j < count; ++j)
-    for (int v = 0; v < kVectors; ++v)
-      best[v] = larger(load(scores + j * kPanel + v * kLanes), best[v]);
+  if constexpr (kLevels) {
+    for (int64_t run = 0; run < count; run += kRun) {
+      Floats here[kVectors];
+      for (int v = 0; v < kVectors; ++v) here[v] = splat(-kInfinity);
+      for (int64_t j = run; j < smaller_of(count, run + kRun); ++j)
+        for (int v = 0; v < kVectors; ++v)
+          here[v] = larger(load(scores + j * kPanel + v * kLanes), here[v]);
+      for (int v = 0; v < kVectors; ++v) {
+        peak[run / kRun][v] = here[v];
+        best[v] = larger(here[v], best[v]);
+      }
+    }
+  } else {
+    for (int64_t j = 0; j < count; ++j)
+      for (int v = 0; v < kVectors; ++v)
+        best[v] = larger(load(scores + j * kPanel + v * kLanes), best[v]);
+  }
   for (int v = 0; v < kVectors; ++v) {
     const Floats before = load(top + v * kLanes);
     const Floats now = larger(best[v], before);
@@ -210,10 +257,25 @@ static void softmax(const Problem &p, const Scoring &how, const Panel &panel, in
     store(top + v * kLanes, now);
     store(factor + v * kLanes, exp2((before - shift[v]) * how.factor));
     sum[v] = splat(0.0f);
+    if constexpr (kLevels) {
+      Floats most = splat(0.0f);
+      for (int64_t run = 0; run < count; run += kRun)
+        most = larger(
+            exp2((peak[run / kRun][v] - shift[v]) * how.factor) * terms->most[(first + run) / kRun],
+            most);
+      // Weights so small that a unit would not be finite are nothing beside those of other tiles.
+      unit[v] = select(most > splat(0x1p-100f), 255.0f / most, splat(0.0f));
+      store(gain + v * kLanes, most * (terms->largest / 255.0f));
+    }
   }
 
   const auto probability = [&](int64_t j, int v) __attribute__((always_inline)) {
     return exp2((load(scores + j * kPanel + v * kLanes) - shift[v]) * how.factor);
+  };
+  const auto weight = [&](int64_t j, int v, Floats e) __attribute__((always_inline)) {
+    if constexpr (!kLevels) return e;
+    constexpr float kMagic = 0x1.8p23f;  // adding it leaves the nearest integer
+    return e * unit[v] * terms->share[first + j] + kMagic - kMagic;
   };
   if (p.drop_threshold != 0) {
     for (int64_t group = 0; group < count; group += 8) {
@@ -221,52 +283,36 @@ static void softmax(const Problem &p, const Scoring &how, const Panel &panel, in
         Words drawn[4];
         draw((uint32_t)((key + group) / 8), load_as<Words>(panel.row + v * kLanes),
              load_as<Words>(panel.plane + v * kLanes), p.seed, drawn);
-        Floats held[8] = {};
+        Floats held[8 / kKeys][kKeys] = {};
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
           if (group + j >= count) break;
           const Floats e = probability(group + j, v);
           sum[v] += e;
-          held[j] = select(kept(drawn, j, p.drop_threshold), e, splat(0.0f));
+          const Floats held_e = select(kept(drawn, j, p.drop_threshold), e, splat(0.0f));
+          held[j / kKeys][j % kKeys] = weight(group + j, v, held_e);
         }
-        // Pairs shrink towards the front, where this group's scores have been read already.
+        // Elements shrink towards the front, where this group's scores have been read already.
 #pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) {
-          if constexpr (kPairs) {
-            if (j % 2 == 0)
-              store(scores + (group + j) / 2 * kPanel + v * kLanes,
-                    pair_bf16(held[j], held[j + 1]));
-          } else {
-            if (group + j < count) store(scores + (group + j) * kPanel + v * kLanes, held[j]);
-          }
-        }
-      }
-    }
-  } else if constexpr (kPairs) {
-    int64_t j = 0;
-    for (; j + 2 <= count; j += 2) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        const Floats a = probability(j, v), b = probability(j + 1, v);
-        sum[v] += a;
-        sum[v] += b;
-        store(scores + j / 2 * kPanel + v * kLanes, pair_bf16(a, b));
-      }
-    }
-    if (j < count) {
-      for (int v = 0; v < kVectors; ++v) {
-        const Floats a = probability(j, v);
-        sum[v] += a;
-        store(scores + j / 2 * kPanel + v * kLanes, pair_bf16(a, splat(0.0f)));
+        for (int j = 0; j < 8; j += kKeys)
+          if (group + j < count)
+            store(scores + (group + j) / kKeys * kPanel + v * kLanes,
+                  join_weights<kProduct>(held[j / kKeys]));
       }
     }
   } else {
-    for (int64_t j = 0; j < count; ++j) {
+    for (int64_t j = 0; j < count; j += kKeys) {
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
-        const Floats e = probability(j, v);
-        sum[v] += e;
-        store(scores + j * kPanel + v * kLanes, e);
+        Floats joined[kKeys] = {};
+#pragma GCC unroll 4
+        for (int n = 0; n < kKeys; ++n) {
+          if (j + n >= count) break;
+          const Floats e = probability(j + n, v);
+          sum[v] += e;
+          joined[n] = weight(j + n, v, e);
+        }
+        store(scores + j / kKeys * kPanel + v * kLanes, join_weights<kProduct>(joined));
       }
     }
   }
@@ -275,15 +321,15 @@ static void softmax(const Problem &p, const Scoring &how, const Panel &panel, in
 }
 
 // Keys of one tile; those past its end up to a multiple of 8 are zeros.
-template <Scores kScores>
+template <Product kScores>
 static void pack_keys(const Forward &f, const ForwardScratch &s, int64_t batch, int64_t kv_head,
                       int64_t key, int64_t count) {
   const Problem &p = f.p;
-  if constexpr (kScores == Scores::levels) {
+  if constexpr (kScores == Product::levels) {
     pack_key_levels(p, batch, kv_head, key, count, s.key, *s.key_terms);
   } else {
-    const int64_t words = score_words<kScores>(p.dim);
-    if constexpr (kScores == Scores::fp32)
+    const int64_t words = words_in<kScores>(p.dim);
+    if constexpr (kScores == Product::fp32)
       read_values(p.key, p.key_levels, batch, kv_head, key, count, p.dim, words, (float *)s.key);
     else
       for (int64_t j = 0; j < count; ++j)
@@ -314,13 +360,15 @@ static void pair_halves(const Forward &f, const ForwardScratch &s, int64_t batch
   }
 }
 
-// Values of one tile, as fp32 or in bf16 pairs of rows.
-template <bool kPairs>
+// Values of one tile: as fp32, in bf16 pairs of rows or in quads of levels.
+template <Product kProduct>
 static void pack_values(const Forward &f, const ForwardScratch &s, int64_t batch, int64_t kv_head,
                         int64_t key, int64_t count) {
   const Problem &p = f.p;
   const int64_t wide = round_up(p.value_dim, kTileRows);
-  if constexpr (!kPairs) {
+  if constexpr (kProduct == Product::levels) {
+    pack_value_levels(p, batch, kv_head, key, count, wide, (int8_t *)s.rows, s.value);
+  } else if constexpr (kProduct == Product::fp32) {
     read_values(p.value, p.value_levels, batch, kv_head, key, count, p.value_dim, wide,
                 (float *)s.value);
   } else if (p.value.dtype == ORCHARD_BFLOAT16) {
@@ -375,32 +423,77 @@ struct Span {
   }
 };
 
-template <Scores kScores>
+template <Product kScores>
 static void score_panel(const Forward &f, const ForwardScratch &s, int64_t n, int64_t begin,
                         int64_t count) {
   const Problem &p = f.p;
-  const int64_t words = score_words<kScores>(p.dim), rows = round_up(count, kTileRows);
+  const int64_t words = words_in<kScores>(p.dim), rows = round_up(count, kTileRows);
   const uint32_t *query = s.query + n * words * kPanel;
   const int vectors = s.panels[n].vectors();
 #if defined(__AVX512VNNI__)
-  if constexpr (kScores == Scores::levels) {
+  if constexpr (kScores == Product::levels) {
     const bool zeros = p.query_levels.zeros.data != nullptr || p.key_levels.zeros.data != nullptr;
     const auto score = zeros ? score_levels<true> : score_levels<false>;
     return score(rows, vectors, p.dim, s.key, *s.key_terms, begin, query, s.query_terms[n],
                  s.scores);
   }
 #endif
-  multiply<kScores == Scores::pairs, false, Into::store>(
+  multiply<kScores == Product::pairs, false, Into::store>(
       rows, vectors, words, s.key + begin * words, words, query, kPanel, s.scores, kPanel);
 }
 
-template <Scores kScores, bool kPairs>
+// sums = sums * factor + weights . values, for `count` keys of the tile from `begin` on.
+template <Product kProduct>
+static void add_values(const Forward &f, const ForwardScratch &s, int64_t n, int64_t begin,
+                       int64_t count) {
+  const int64_t wide = round_up(f.p.value_dim, kTileRows), words = words_in<kProduct>(count);
+  const int vectors = s.panels[n].vectors();
+  const uint32_t *values = s.value + words_in<kProduct>(begin) * wide;
+  const uint32_t *weights = (const uint32_t *)s.scores;
+  float *sums = s.sums + n * wide * kPanel;
+#if defined(__AVX512VNNI__)
+  if constexpr (kProduct == Product::levels) {
+    const auto add = vectors > 1 ? add_value_levels<2> : add_value_levels<1>;
+    return add(wide, words, values, weights, s.factor, s.gain, sums);
+  }
+#endif
+  multiply<kProduct == Product::pairs, true, Into::scale_add>(
+      wide, vectors, words, values, wide, weights, kPanel, sums, kPanel, s.factor);
+}
+
+// The keys and values of one tile, the keys packed, for every panel of a block.
+template <Product kScores, Product kValues>
+static void attend_tile(const Forward &f, const ForwardScratch &s, const Place &origin,
+                        int64_t panels, int64_t split, int64_t key, int64_t count) {
+  const Problem &p = f.p;
+  pack_values<kValues>(f, s, origin.batch, origin.head / p.group, key, count);
+  for (int64_t n = 0; n < panels; ++n) {
+    const Panel &panel = s.panels[n];
+    const Span seen(f, split, panel.first, panel.last);
+    const int64_t begin = larger_of(0, seen.begin - key) / kRun * kRun;
+    const int64_t here = smaller_of(count, seen.end - key) - begin;
+    if (here <= 0) continue;
+    const float *mask = nullptr;
+    if (p.mask.data != nullptr) {
+      if (!read_mask(p, f.how, panel, origin.batch, key + begin, here, s.mask, s.mask_rows))
+        continue;
+      mask = s.mask;
+    }
+    score_panel<kScores>(f, s, n, begin, here);
+    const auto apply = panel.vectors() == 2 ? softmax<kValues, 2> : softmax<kValues, 1>;
+    apply(p, f.how, panel, key + begin, here, s.scores, mask, s.top + n * kPanel,
+          s.total + n * kPanel, s.factor, s.value_terms, begin, s.gain);
+    add_values<kValues>(f, s, n, begin, here);
+  }
+}
+
+template <Product kScores, Product kValues>
 static void forward_block(const Forward &f, int64_t unit, int64_t block, int64_t split,
                           const ForwardScratch &s) {
   const Problem &p = f.p;
   const int64_t r0 = block * f.block_rows, rows = smaller_of(f.block_rows, f.unit_rows - r0);
   const int64_t panels = (rows + kPanel - 1) / kPanel;
-  const int64_t query_panel = score_words<kScores>(p.dim) * kPanel;
+  const int64_t query_panel = words_in<kScores>(p.dim) * kPanel;
   const int64_t wide = round_up(p.value_dim, kTileRows), sums_panel = wide * kPanel;
   const Place origin(f, unit, r0);
   const int64_t batch = origin.batch, kv_head = origin.head / p.group;
@@ -422,30 +515,12 @@ static void forward_block(const Forward &f, int64_t unit, int64_t block, int64_t
   for (int64_t key = all.begin / f.tile * f.tile; key < all.end; key += f.tile) {
     const int64_t count = smaller_of(f.tile, smaller_of(p.keys, (split + 1) * f.split_keys) - key);
     pack_keys<kScores>(f, s, batch, kv_head, key, count);
-    pack_values<kPairs>(f, s, batch, kv_head, key, count);
-    for (int64_t n = 0; n < panels; ++n) {
-      const Panel &panel = s.panels[n];
-      const Span seen(f, split, panel.first, panel.last);
-      const int64_t begin = larger_of(0, seen.begin - key) / 8 * 8;
-      const int64_t here = smaller_of(count, seen.end - key) - begin;
-      if (here <= 0) continue;
-      const float *mask = nullptr;
-      if (p.mask.data != nullptr) {
-        if (!read_mask(p, f.how, panel, batch, key + begin, here, s.mask, s.mask_rows)) continue;
-        mask = s.mask;
+    if constexpr (kValues == Product::levels)
+      if (!s.value_terms->read(p, batch, kv_head, key, count)) {
+        attend_tile<kScores, Product::pairs>(f, s, origin, panels, split, key, count);
+        continue;
       }
-      score_panel<kScores>(f, s, n, begin, here);
-      float *top = s.top + n * kPanel, *total = s.total + n * kPanel;
-      if (panel.vectors() == 2)
-        softmax<kPairs, 2>(p, f.how, panel, key + begin, here, s.scores, mask, top, total,
-                           s.factor);
-      else
-        softmax<kPairs, 1>(p, f.how, panel, key + begin, here, s.scores, mask, top, total,
-                           s.factor);
-      multiply<kPairs, true, Into::scale_add>(
-          wide, panel.vectors(), words_of<kPairs>(here), s.value + words_of<kPairs>(begin) * wide,
-          wide, (const uint32_t *)s.scores, kPanel, s.sums + n * sums_panel, kPanel, s.factor);
-    }
+    attend_tile<kScores, kValues>(f, s, origin, panels, split, key, count);
   }
 
   const int64_t ld = round_up(p.value_dim, kLanes);

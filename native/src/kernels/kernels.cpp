@@ -10,7 +10,7 @@
 
 namespace orchard::ORCHARD_ISA {
 
-template <Scores kScores, bool kPairs>
+template <Product kScores, Product kValues>
 static void forward_task(void *context, int64_t index, void *scratch) {
   const Forward &f = *(const Forward *)context;
   const ForwardScratch s(f, scratch);
@@ -20,16 +20,24 @@ static void forward_task(void *context, int64_t index, void *scratch) {
   if (f.decode())
     decode_unit(f, unit, split, s);
   else
-    forward_block<kScores, kPairs>(f, unit, block, split, s);
+    forward_block<kScores, kValues>(f, unit, block, split, s);
 }
 
-template <bool kPairs>
-static Task forward_task_of(Scores scores) {
+template <Product kValues>
+static Task forward_task_of(Product scores) {
   if constexpr (kHasQuads)
-    if (scores == Scores::levels) return forward_task<Scores::levels, kPairs>;
-  if constexpr (kPairs)
-    if (scores == Scores::pairs) return forward_task<Scores::pairs, true>;
-  return forward_task<Scores::fp32, kPairs>;
+    if (scores == Product::levels) return forward_task<Product::levels, kValues>;
+  if constexpr (kValues == Product::pairs)
+    if (scores == Product::pairs) return forward_task<Product::pairs, kValues>;
+  return forward_task<Product::fp32, kValues>;
+}
+
+static Task forward_task_of(Product scores, Product values) {
+  if constexpr (kHasQuads)
+    if (values == Product::levels) return forward_task<Product::levels, Product::levels>;
+  if constexpr (kHasPairs)
+    if (values == Product::pairs) return forward_task_of<Product::pairs>(scores);
+  return forward_task_of<Product::fp32>(scores);
 }
 
 static void combine_task(void *context, int64_t unit, void *scratch) {
@@ -42,8 +50,7 @@ static bool too_large(double elements) { return elements > 0x1p48; }
 
 static int forward(const Problem &p) noexcept {
   if (p.batch == 0 || p.heads == 0 || p.rows == 0) return ORCHARD_OK;
-  const bool pairs = kHasPairs && p.dtype == ORCHARD_BFLOAT16;
-  const Scores scores = scores_of(p, pairs);
+  const Product scores = scores_of(p);
   Forward f(p, scores);
   if (f.splits > 1) {
     if (too_large((double)f.units * f.splits * f.unit_rows * f.partial_row()))
@@ -52,7 +59,7 @@ static int forward(const Problem &p) noexcept {
     if (f.partial == nullptr) return ORCHARD_OUT_OF_MEMORY;
   }
   const size_t bytes = ForwardScratch(f, nullptr).bytes;
-  const Task task = pairs ? forward_task_of<kHasPairs>(scores) : forward_task_of<false>(scores);
+  const Task task = forward_task_of(scores, values_of(p, scores));
   bool done = parallel_for(f.tasks(), p.threads, bytes, task, &f);
   if (done && f.splits > 1)
     done = parallel_for(f.units, p.threads, (size_t)p.value_dim * 4 + 64, combine_task, &f);

@@ -7,6 +7,7 @@ namespace orchard::ORCHARD_ISA {
 
 constexpr float kSmallestScale = 0x1p-126f, kLargestMagnitude = 0x1p126f;
 constexpr int64_t kTaskRows = 64;  // rows that are worth a task
+constexpr int64_t kHeldRows = 64;  // the most of a group that stay in scratch from pass to pass
 
 // A group: where its scale lies, and its batch entries, heads and rows.
 struct GroupRows {
@@ -23,17 +24,20 @@ struct GroupRows {
     }
   }
 
+  int64_t count() const { return (end[0] - begin[0]) * (end[1] - begin[1]) * (end[2] - begin[2]); }
+
   template <class Visit>
   void each(Visit visit) const {
+    int64_t row = 0;
     for (int64_t b = begin[0]; b < end[0]; ++b)
       for (int64_t h = begin[1]; h < end[1]; ++h)
-        for (int64_t i = begin[2]; i < end[2]; ++i) visit(b, h, i);
+        for (int64_t i = begin[2]; i < end[2]; ++i) visit(row++, b, h, i);
   }
 };
 
 struct Quantizer {
   const Quantization &q;
-  int64_t groups, groups_in_task;
+  int64_t groups, groups_in_task, held_rows;
   uint32_t refused = 0;  // set by any thread that meets what cannot be stored
 
   explicit Quantizer(const Quantization &quantization) : q(quantization) {
@@ -43,6 +47,7 @@ struct Quantizer {
     for (int axis = 0; axis < 3; ++axis)
       rows *= larger_of(1, smaller_of(q.levels.group[axis], q.source.sizes[axis]));
     groups_in_task = larger_of(1, kTaskRows / rows);
+    held_rows = rows <= kHeldRows ? rows : 1;
   }
 
   int64_t tasks() const { return (groups + groups_in_task - 1) / groups_in_task; }
@@ -102,29 +107,28 @@ static void write_levels(const Quantizer &z, const Step &step, const float *valu
     to[n] = (char)((bytes[2 * n] & 15) | (uint8_t)bytes[2 * n + 1] << 4);
 }
 
-// A row at a time is read twice rather than a group held: a group may be as large as the tensor.
+// A large group, which may be as large as the tensor, is read twice rather than held.
 static void quantize_group(Quantizer &z, int64_t index, float *values, int8_t *bytes) {
   const GroupRows rows(z.q, index);
   const int64_t padded = z.padded();
-  Floats high = splat(0.0f), low = splat(0.0f);
-  Ints bad = splat_int(0);
-  rows.each([&](int64_t b, int64_t h, int64_t i) {
-    read_centred(z, b, h, i, values);
+  const bool held = rows.count() <= z.held_rows;
+  Floats high = splat(0.0f), low = splat(0.0f), zero = splat(0.0f);
+  rows.each([&](int64_t row, int64_t b, int64_t h, int64_t i) {
+    float *at = values + (held ? row * padded : 0);
+    read_centred(z, b, h, i, at);
     for (int64_t d = 0; d < padded; d += kLanes) {
-      const Floats x = load(values + d);
+      const Floats x = load(at + d);
       high = larger(x, high);
       low = larger(-x, low);
-      bad |= ~((x <= splat(kLargestMagnitude)) & (-x <= splat(kLargestMagnitude)));
+      zero += x * 0.0f;  // or NaN, where x is not finite
     }
   });
   float most = 0, least = 0;
-  int32_t refused = 0;
   for (int n = 0; n < kLanes; ++n) {
     most = high[n] > most ? high[n] : most;
     least = low[n] > least ? low[n] : least;
-    refused |= bad[n];
   }
-  if (refused != 0) {
+  if (!(sum_of_lanes(zero) == 0.0f) || most > kLargestMagnitude || least > kLargestMagnitude) {
     __atomic_store_n(&z.refused, 1u, __ATOMIC_RELAXED);
     return;
   }
@@ -133,16 +137,17 @@ static void quantize_group(Quantizer &z, int64_t index, float *values, int8_t *b
   *(float *)row_at(z.q.levels.scales, batch_group, head_group, row_group) = step.scale;
   if (z.q.levels.zeros.data != nullptr)
     *(int8_t *)row_at(z.q.levels.zeros, batch_group, head_group, row_group) = (int8_t)step.zero;
-  rows.each([&](int64_t b, int64_t h, int64_t i) {
-    read_centred(z, b, h, i, values);
-    write_levels(z, step, values, bytes, (char *)row_at(z.q.data, b, h, i));
+  rows.each([&](int64_t row, int64_t b, int64_t h, int64_t i) {
+    float *at = values + (held ? row * padded : 0);
+    if (!held) read_centred(z, b, h, i, at);
+    write_levels(z, step, at, bytes, (char *)row_at(z.q.data, b, h, i));
   });
 }
 
 static void quantize_task(void *context, int64_t index, void *scratch) {
   Quantizer &z = *(Quantizer *)context;
   float *values = (float *)scratch;
-  int8_t *bytes = (int8_t *)(values + z.padded());
+  int8_t *bytes = (int8_t *)(values + z.held_rows * z.padded());
   const int64_t begin = index * z.groups_in_task;
   const int64_t end = smaller_of(begin + z.groups_in_task, z.groups);
   for (int64_t group = begin; group < end; ++group) quantize_group(z, group, values, bytes);
@@ -151,7 +156,7 @@ static void quantize_task(void *context, int64_t index, void *scratch) {
 static int quantize(const Quantization &q) noexcept {
   Quantizer z(q);
   if (z.groups == 0) return ORCHARD_OK;
-  const size_t bytes = (size_t)z.padded() * 5 + 64;
+  const size_t bytes = (size_t)(z.padded() * (4 * z.held_rows + 1)) + 64;
   if (!parallel_for(z.tasks(), q.threads, bytes, quantize_task, &z)) return ORCHARD_OUT_OF_MEMORY;
   return z.refused != 0 ? ORCHARD_INVALID_ARGUMENT : ORCHARD_OK;
 }

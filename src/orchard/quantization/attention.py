@@ -20,6 +20,7 @@ from orchard.quantization.formats import PASS_THROUGH, QuantizedTensor
 from orchard.quantization.operands import quantize_together
 
 Given = Tensor | QuantizedTensor
+_DEFAULT = QuantizationConfig()
 
 
 @overload
@@ -64,11 +65,9 @@ def quantized_attention(
         The output in the query's dtype (of the tensor it was made from, where it is quantised),
         or in `config.output_precision`; with `return_lse`, (output, lse).
     """
-    config = config or QuantizationConfig()
-    chosen = plan(_prepare(query, key, value, config, return_lse, options))
+    chosen = plan(_prepare(query, key, value, config or _DEFAULT, return_lse, options))
     out, lse = chosen.engine.serve(chosen.call)
-    wanted = config.output_precision
-    out = out.to(PASS_THROUGH[wanted] if wanted is not None else query.dtype)
+    out = out.to(chosen.call.dtype)
     if isinstance(query, Tensor):
         out = _ordered_as(out, query)
     return out if lse is None else (out, lse)
@@ -87,7 +86,7 @@ def explain(
 
     The operands are quantised, because hybrid looks at their values; no attention is computed.
     """
-    return plan(_prepare(query, key, value, config or QuantizationConfig(), return_lse, options))
+    return plan(_prepare(query, key, value, config or _DEFAULT, return_lse, options))
 
 
 def _prepare(
@@ -111,7 +110,7 @@ def _prepare(
     tensors = {str(n): o for n, o in given.items() if not isinstance(o, QuantizedTensor)}
     stored = quantize_together(
         tensors,
-        {name: config.format(name) for name in OPERANDS},
+        config.formats,
         layout,
         one_choice=not config.hybrid_per_operand,
     )
@@ -121,7 +120,9 @@ def _prepare(
         else StoredOperand(stored[name], operand)
         for name, operand in given.items()
     )
-    return QuantizedCall(query_, key_, value_, options, return_lse)
+    wanted = config.output_precision
+    dtype = PASS_THROUGH[wanted] if wanted is not None else query.dtype
+    return QuantizedCall(query_, key_, value_, options, return_lse, dtype)
 
 
 def _ordered_as(out: Tensor, query: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class KVCache:
         _check_sizes(given, self._operands, self.layout)
         stored = quantize_together(
             given,
-            {"key": self.config.format("key"), "value": self.config.format("value")},
+            self.config.formats,
             self.layout,
             one_choice=not self.config.hybrid_per_operand,
             means={n: o.mean for n, o in self._operands.items() if o.mean is not None},

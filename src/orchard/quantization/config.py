@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from orchard.quantization.formats import (
@@ -50,11 +51,14 @@ class QuantizationConfig:
         check_flag("hybrid_per_operand", self.hybrid_per_operand)
         if self.output_precision is not None:
             check_choice("output_precision", self.output_precision, tuple(PASS_THROUGH))
-        for operand in OPERANDS:
-            self.format(operand)  # which checks the fields that have the same name there
+        _ = self.formats  # which checks the fields that have the same name there
 
-    def format(self, operand: Operand) -> Format:
-        """What this configuration asks for one operand."""
+    @cached_property
+    def formats(self) -> dict[str, Format]:
+        """What this configuration asks for each operand."""
+        return {operand: self._format(operand) for operand in OPERANDS}
+
+    def _format(self, operand: Operand) -> Format:
         precision: Precision = getattr(self, f"{operand}_precision")
         return Format(
             precision=precision,

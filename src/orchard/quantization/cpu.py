@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from orchard.attention import api
 from orchard.attention.dropout import draw_seed
+from orchard.attention.memory import Place, dense, following
 from orchard.attention.ops import Settings, backward_op
 from orchard.attention.problem import Saved, is_traced
 from orchard.backends.cpu import native, quantized
@@ -45,7 +46,7 @@ def reasons(call: QuantizedCall) -> tuple[Reason, ...]:
 
 
 def serve(call: QuantizedCall) -> tuple[Tensor, Tensor | None]:
-    """The output in fp32 and, where asked for, lse, on the graph of the operands' sources."""
+    """The output and, where asked for, lse, on the graph of the operands' sources."""
     mask = call.options.get("mask")
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
@@ -54,7 +55,7 @@ def serve(call: QuantizedCall) -> tuple[Tensor, Tensor | None]:
         sources = [_four_axes(operand.source, operand.stored) for operand in call[:3]]
         out, lse = _Attention.apply(*sources, mask, call)  # type: ignore[no-untyped-call]
     else:
-        (out, lse), _ = _forward(call, mask)
+        (out, lse), _ = _forward(call, mask, call.dtype)
     stored = call.query.stored
     if stored.layout == "bshd" and stored.ndim > 2:
         out = out.transpose(1, 2)
@@ -74,7 +75,7 @@ class _Attention(torch.autograd.Function):
         mask: Tensor | None,
         call: QuantizedCall,
     ) -> Saved:
-        saved, seed = _forward(call, mask)
+        saved, seed = _forward(call, mask, torch.float32)  # as the backward has its operands
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(mask, seed, *saved)
         ctx.call = call
@@ -111,8 +112,10 @@ def _plan(call: QuantizedCall) -> Plan:
         return api.explain(*stand_ins, **call.options, return_lse=call.return_lse)
 
 
-def _forward(call: QuantizedCall, mask: Tensor | None) -> tuple[Saved, Tensor | None]:
-    """What the kernels compute, and the seed of the dropout, if there is any."""
+def _forward(
+    call: QuantizedCall, mask: Tensor | None, dtype: torch.dtype
+) -> tuple[Saved, Tensor | None]:
+    """What the kernels compute, out in `dtype`, and the seed of the dropout, if there is any."""
     query, key, value = (operand.stored for operand in call[:3])
     options = _settings(call).options(_shape_of(query), _shape_of(key))
     seed = None
@@ -126,9 +129,17 @@ def _forward(call: QuantizedCall, mask: Tensor | None) -> tuple[Saved, Tensor | 
         mask,
         seed,
         options,
-        bf16_product=query.dtype == torch.bfloat16,
+        _place(call, dtype),
+        bf16_accuracy=query.dtype == call.dtype == torch.bfloat16,
     )
     return saved, seed
+
+
+def _place(call: QuantizedCall, dtype: torch.dtype) -> Place:
+    """Memory for the output [B, H, S, Dv] in the order of the query, where that is a tensor."""
+    query = _four_axes(call.query.source, call.query.stored)
+    shape = (*call.query.stored.data.shape[:3], call.value.stored.head_dim)
+    return dense(shape, dtype) if query is None else following(shape, query.stride(), dtype)
 
 
 def _shape_of(stored: QuantizedTensor) -> Tensor:

@@ -74,10 +74,11 @@ class QuantizedCall(NamedTuple):
     value: StoredOperand
     options: AttentionOptions
     return_lse: bool
+    dtype: torch.dtype  # of the output
 
 
 class Served(NamedTuple):
-    """What an engine returns, in the layout and rank of the query; `out` is fp32."""
+    """What an engine returns, in the layout and rank of the query; `out` is fp32 or the call's."""
 
     out: Tensor
     lse: Tensor | None

@@ -92,7 +92,7 @@ class CpuBackend(Backend):
             words[_MASK] = mask.data_ptr()
         if seed is not None:
             words[_FORWARD_SEED] = seed.data_ptr()
-        words[-1] = last_word(problem.options.threshold, _threads())
+        words[-1] = last_word(problem.options.threshold, native.threads())
         status = library.forward(words.buffer_info()[0])
         if status:
             library.fail(status)
@@ -133,14 +133,10 @@ class CpuBackend(Backend):
                 words[_GRAD_MASK] = grad_mask.data_ptr()
         if seed is not None:
             words[_BACKWARD_SEED] = seed.data_ptr()
-        words[-1] = last_word(problem.options.threshold, _threads())
+        words[-1] = last_word(problem.options.threshold, native.threads())
         status = library.backward(words.buffer_info()[0])
         if status:
             library.fail(status)
         if mask is not None and grad_mask is not None:
             grad_mask = grad_mask.to(mask.dtype)
         return Gradients(*grads, grad_mask)
-
-
-def _threads() -> int:
-    return min(settings.current().num_threads or torch.get_num_threads(), native.MOST_THREADS)

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from orchard.backends.cpu import location
+from orchard.dispatch import settings
 from orchard.dispatch.backend import Reason
 from orchard.errors import ArgumentValueError, NativeError
 from orchard.text import one_line
@@ -180,6 +181,11 @@ def use_isa(name: str | None) -> Library:
             f"unset it, or use one of {', '.join(found.isa_available)}",
         ) from error
     return found
+
+
+def threads() -> int:
+    """How many threads a call may use now."""
+    return min(settings.current().num_threads or torch.get_num_threads(), MOST_THREADS)
 
 
 def torch_team() -> int | None:

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from orchard.attention.memory import dense
+from orchard.attention.memory import Place, dense
 from orchard.attention.problem import Options, Saved
 from orchard.backends.cpu import native
 from orchard.backends.cpu.native import Library, TensorArgs
@@ -42,7 +42,7 @@ class QuantizedArgs(ctypes.Structure):
         ("seed", ctypes.c_void_p),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
-        ("bf16_product", ctypes.c_uint32),
+        ("bf16_accuracy", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
         ("drop_threshold", ctypes.c_uint32),
         ("threads", ctypes.c_int32),
@@ -91,16 +91,16 @@ def attend(
     mask: Tensor | None,
     seed: Tensor | None,
     options: Options,
+    place: Place,
     *,
-    bf16_product: bool,
+    bf16_accuracy: bool,
 ) -> Saved:
-    """out, fp32 and contiguous, and lse, from operands that the library serves."""
+    """out at its place, and lse, from operands that the library serves."""
     args = QuantizedArgs()
     args.struct_size, args.abi_version = ctypes.sizeof(args), native.ABI_VERSION
     args.query, args.key, args.value = (_described(operand) for operand in (query, key, value))
-    rows = query.data.shape[:3]
-    out = dense((*rows, value.dim)).allocate(query.data.device)
-    lse = dense(rows).allocate(query.data.device)
+    out = place.allocate(query.data.device)
+    lse = dense(query.data.shape[:3]).allocate(query.data.device)
     args.out, args.lse = _tensor(out), _tensor(lse)
     if mask is not None:
         args.mask = _tensor(mask)
@@ -110,8 +110,8 @@ def attend(
     args.band_low = _LEAST if low is None else low
     args.band_high = _GREATEST if high is None else high
     args.scale, args.softcap = options.scale, options.softcap
-    args.bf16_product = bf16_product
-    args.drop_threshold, args.threads = options.threshold, _threads()
+    args.bf16_accuracy = bf16_accuracy
+    args.drop_threshold, args.threads = options.threshold, native.threads()
     status = library.quantized_forward(ctypes.addressof(args))
     if status:
         library.fail(status)
@@ -142,7 +142,7 @@ def quantize(
     args.source, args.result = _tensor(source), _described(result)
     if mean is not None:
         args.mean = _tensor(mean)
-    args.threads = _threads()
+    args.threads = native.threads()
     status = library.quantize(ctypes.addressof(args))
     if status == native.INVALID_ARGUMENT:
         return None
@@ -171,7 +171,3 @@ def _tensor(tensor: Tensor) -> TensorArgs:
     more = (1,) * (4 - tensor.ndim)
     sizes, strides = (*tensor.shape, *more), (*tensor.stride(), *more)
     return TensorArgs(tensor.data_ptr() or None, sizes, strides, _DTYPES[tensor.dtype], 0)
-
-
-def _threads() -> int:
-    return min(settings.current().num_threads or torch.get_num_threads(), native.MOST_THREADS)

@@ -61,7 +61,7 @@ def select_hybrid_granularities(
             reasons.append(f"{name}: {stored.format.precision} has no scales")
             continue
         setattr(found, f"{name}_granularity", _BY_WORD[stored.format.granularity])
-        setattr(found, f"{name}_blocks", _blocks(settings.format(name), stored.data.shape[2]))
+        setattr(found, f"{name}_blocks", _blocks(settings.formats[name], stored.data.shape[2]))
         reasons.append(f"{name}: {stored.reasoning}")
     found.selection_reasoning = "\n".join(reasons)
     return found
