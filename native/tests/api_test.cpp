@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "check.h"
-#include "problem.h"
+#include "quantized.h"
 
 namespace orchard_test {
 namespace {
@@ -83,6 +83,66 @@ std::vector<Refusal<orchard_forward_args>> forward_refusals() {
   all.push_back(
       {"out with stride 0", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.out.strides[2] = 0; }});
   return all;
+}
+
+std::vector<Refusal<orchard_quantized_args>> quantized_refusals() {
+  using Args = orchard_quantized_args;
+  return {
+      {"struct_size 0", ORCHARD_WRONG_ABI, [](Args &a) { a.struct_size = 0; }},
+      {"another version", ORCHARD_WRONG_ABI, [](Args &a) { a.abi_version += 1; }},
+      {"key.data NULL", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.key.data.data = nullptr; }},
+      {"bool key", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.key.data.dtype = ORCHARD_BOOL; }},
+      {"key.dim of other rows", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.key.dim += 1; }},
+      {"key.dim below 0", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.key.dim = -1; }},
+      {"levels apart", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.key.data.strides[3] = 2; }},
+      {"no group", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.value.group[2] = 0; }},
+      {"a group below 0", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.value.group[0] = -1; }},
+      {"more groups than scales", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.key.group[2] = 1; }},
+      {"fewer groups than scales", ORCHARD_INVALID_ARGUMENT,
+       [](Args &a) { a.key.group[2] = INT64_MAX; }},
+      {"no scales", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.key.scales = {}; }},
+      {"fp16 scales", ORCHARD_INVALID_ARGUMENT,
+       [](Args &a) { a.key.scales.dtype = ORCHARD_FLOAT16; }},
+      {"zeros of another size", ORCHARD_INVALID_ARGUMENT,
+       [](Args &a) { a.key.zeros.sizes[2] += 1; }},
+      {"fp32 zeros", ORCHARD_INVALID_ARGUMENT,
+       [](Args &a) { a.key.zeros.dtype = ORCHARD_FLOAT32; }},
+      {"mean of a row", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.key.mean.sizes[2] = 2; }},
+      {"mean of value", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.value.mean = a.key.mean; }},
+      {"scales of fp32", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.query.scales = a.key.scales; }},
+      {"group of fp32", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.query.group[1] = 1; }},
+      {"heads that do not divide", ORCHARD_INVALID_ARGUMENT,
+       [](Args &a) { a.query.data.sizes[1] = a.out.sizes[1] = a.lse.sizes[1] = 3; }},
+      {"int8 out", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.out.dtype = ORCHARD_INT8; }},
+      {"int8 mask", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.mask.dtype = ORCHARD_INT8; }},
+      {"out with stride 0", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.out.strides[2] = 0; }},
+      {"accuracy 2", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.bf16_accuracy = 2; }},
+      {"reserved not 0", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.reserved = 1; }},
+      {"a stride that leaves 64 bits", ORCHARD_INVALID_ARGUMENT,
+       [](Args &a) { a.key.scales.strides[2] = INT64_MAX; }},
+      {"threads below 0", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.threads = -1; }},
+  };
+}
+
+std::vector<Refusal<orchard_quantize_args>> quantize_refusals() {
+  using Args = orchard_quantize_args;
+  return {
+      {"struct_size 0", ORCHARD_WRONG_ABI, [](Args &a) { a.struct_size = 0; }},
+      {"source.data NULL", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.source.data = nullptr; }},
+      {"int8 source", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.source.dtype = ORCHARD_INT8; }},
+      {"fp32 result", ORCHARD_INVALID_ARGUMENT,
+       [](Args &a) { a.result.data.dtype = ORCHARD_FLOAT32; }},
+      {"result of other rows", ORCHARD_INVALID_ARGUMENT,
+       [](Args &a) { a.result.data.sizes[2] -= 1; }},
+      {"result.mean", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.result.mean = a.mean; }},
+      {"mean of another head", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.mean.sizes[1] += 1; }},
+      {"no group", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.result.group[0] = 0; }},
+      {"no scales", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.result.scales = {}; }},
+      {"data with stride 0", ORCHARD_INVALID_ARGUMENT,
+       [](Args &a) { a.result.data.strides[1] = 0; }},
+      {"reserved not 0", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.reserved = 1; }},
+      {"threads below 0", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.threads = -1; }},
+  };
 }
 
 std::vector<Refusal<orchard_backward_args>> backward_refusals() {
@@ -181,6 +241,31 @@ int run() {
     now_running(refusal.name);
     report.test(std::string("backward refuses: ") + refusal.name,
                 refused(&args, orchard_attention_backward, refusal.status, backward_outputs));
+  }
+  const Storage plain{.dtype = ORCHARD_FLOAT32};
+  const Storage levels{.group = {1, 1, 4}, .zeros = true};
+  const Storage smoothed{.group = {1, 1, 4}, .zeros = true, .mean = true};
+  Case small = what;
+  small.backward = small.grad_lse = small.grad_mask = false;
+  QuantizedCall stored(small, {plain, smoothed, levels}, ORCHARD_FLOAT32, Edge::kEnd, 1);
+  report.test("quantize", stored.quantize(2));
+  report.test("quantized forward", stored.forward_and_compare(2));
+  const auto stored_outputs = [&] {
+    return std::vector{stored.out.bytes(), stored.plain.lse.bytes()};
+  };
+  for (const auto &refusal : quantized_refusals()) {
+    orchard_quantized_args args = stored.args;
+    refusal.change(args);
+    now_running(refusal.name);
+    report.test(std::string("quantized forward refuses: ") + refusal.name,
+                refused(&args, orchard_quantized_forward, refusal.status, stored_outputs));
+  }
+  for (const auto &refusal : quantize_refusals()) {
+    orchard_quantize_args args = stored.operands[1].args;
+    refusal.change(args);
+    now_running(refusal.name);
+    report.test(std::string("quantize refuses: ") + refusal.name,
+                refused(&args, orchard_quantize, refusal.status, stored_outputs));
   }
   report.test("the message", run_message());
   call.forward_args.lse = {};

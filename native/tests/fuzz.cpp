@@ -3,7 +3,8 @@
 //   fuzz [--seconds N] [--runs N] [--seed N] [--run N]
 //
 // Even runs are consistent structs on guarded memory, and the results are compared with the
-// reference. Odd runs overwrite fields of such a struct. What then leaves the memory owned here is
+// reference; every third of them has operands in few bits. Odd runs overwrite fields of such a
+// struct. What then leaves the memory owned here is
 // only called if the library has to refuse it; a refusal comes with a sentence and writes nothing,
 // and what is valid is served and writes its outputs only. --run repeats one run.
 #include <unistd.h>
@@ -18,7 +19,7 @@
 #include <sstream>
 
 #include "check.h"
-#include "problem.h"
+#include "quantized.h"
 
 namespace orchard_test {
 namespace {
@@ -125,6 +126,50 @@ std::string run_consistent(const std::string &name, Random &random) {
   return defects.empty() ? "" : defects + describe(what, dtype);
 }
 
+Storage any_storage(Random &random, bool is_key, int64_t dim) {
+  Storage how;
+  how.layout = any_of<std::string>(random, {"bhsd", "sbhd", "b+hs-d", "h-s+bd"});
+  how.dtype = any_of<int32_t>(random, {ORCHARD_INT8, ORCHARD_INT8, ORCHARD_INT4, ORCHARD_FLOAT32,
+                                       ORCHARD_FLOAT16, ORCHARD_BFLOAT16});
+  for (int64_t &group : how.group) group = any_of<int64_t>(random, {1, 1, 2, 16, 1000});
+  how.zeros = one_in(random, 4);
+  how.mean = is_key && how.levels() && dim >= 16 && one_in(random, 2);
+  return how;
+}
+
+QuantizedCall any_quantized(const Case &what, Edge edge, Random &random) {
+  const std::array how{any_storage(random, false, what.dim), any_storage(random, true, what.dim),
+                       any_storage(random, false, what.value_dim)};
+  const int32_t out = one_in(random, 3) ? any_dtype(random) : ORCHARD_FLOAT32;
+  return QuantizedCall(what, how, out, edge, random());
+}
+
+std::string run_quantized(const std::string &name, Random &random) {
+  Case what = any_case(random, kMostWork);
+  what.backward = what.grad_lse = what.grad_mask = false;
+  now_running(name + ": quantised " + describe(what, ORCHARD_FLOAT32));
+  QuantizedCall call = any_quantized(what, one_in(random, 2) ? Edge::kEnd : Edge::kBegin, random);
+  const int threads = static_cast<int>(between(random, 0, 4));
+  std::string defects = call.quantize(threads);
+  if (defects.empty()) defects = call.forward_and_compare(threads);
+  return defects.empty() ? "" : defects + "quantised " + describe(what, ORCHARD_FLOAT32);
+}
+
+std::vector<orchard_tensor *> inputs(orchard_quantized_args &args) {
+  std::vector<orchard_tensor *> all{&args.mask};
+  for (orchard_operand *operand : {&args.query, &args.key, &args.value})
+    all.insert(all.end(), {&operand->data, &operand->scales, &operand->zeros, &operand->mean});
+  return all;
+}
+
+std::vector<orchard_tensor *> inputs(orchard_quantize_args &args) {
+  return {&args.source, &args.mean};
+}
+
+std::vector<orchard_tensor *> outputs(orchard_quantize_args &args) {
+  return {&args.result.data, &args.result.scales, &args.result.zeros};
+}
+
 template <class Args>
 std::vector<orchard_tensor *> inputs(Args &args) {
   std::vector<orchard_tensor *> all{&args.query, &args.key, &args.value, &args.mask};
@@ -141,7 +186,9 @@ std::vector<orchard_tensor *> outputs(Args &args) {
     return {&args.out, &args.lse};
 }
 
-bool known_dtype(const orchard_tensor &tensor) { return tensor.dtype >= 0 && tensor.dtype <= 4; }
+bool known_dtype(const orchard_tensor &tensor) {
+  return tensor.dtype >= ORCHARD_FLOAT32 && tensor.dtype <= ORCHARD_INT4;
+}
 
 bool absent(const orchard_tensor &tensor) {
   return tensor.data == nullptr &&
@@ -212,7 +259,7 @@ Verdict verdict(Args &args) {
   if (k.sizes[1] == 0 ? q.sizes[1] != 0 : q.sizes[1] % k.sizes[1] != 0) return kMust;
   if (std::max(q.sizes[3], v.sizes[3]) > ORCHARD_MAX_HEAD_DIM) return kMust;
   if (!absent(args.mask)) {
-    if (malformed(args.mask)) return kMust;
+    if (malformed(args.mask) || args.mask.dtype > ORCHARD_BOOL) return kMust;
     const Sizes full{q.sizes[0], q.sizes[1], q.sizes[2], k.sizes[2]};
     for (int axis = 0; axis < 4; ++axis)
       if (args.mask.sizes[axis] != 1 && args.mask.sizes[axis] != full[axis]) return kMust;
@@ -264,6 +311,28 @@ Verdict verdict(Args &args) {
   return usual ? Verdict::kValid : Verdict::kMayRefuse;
 }
 
+// Which of their structs are refused api_test says; what is served stays in its memory.
+template <class Args>
+Verdict verdict_of_levels(const Args &args) {
+  const bool ours = args.struct_size == sizeof args && args.abi_version == ORCHARD_ABI_VERSION;
+  return ours ? Verdict::kMayRefuse : Verdict::kMustRefuse;
+}
+Verdict verdict(orchard_quantized_args &args) { return verdict_of_levels(args); }
+Verdict verdict(orchard_quantize_args &args) { return verdict_of_levels(args); }
+
+double work(const orchard_quantize_args &args) {
+  double product = 1;
+  for (const int64_t size : args.source.sizes) product *= std::fabs(static_cast<double>(size)) + 1;
+  return product;
+}
+
+double work(const orchard_quantized_args &args) {
+  double product = 1;
+  for (const int64_t size : args.query.data.sizes)
+    product *= std::fabs(static_cast<double>(size)) + 1;
+  return product * (std::fabs(static_cast<double>(args.key.data.sizes[2])) + 1);
+}
+
 // Sizes are known to agree.
 double work(const auto &args) {
   double product = 1;
@@ -297,13 +366,13 @@ double any_number(Random &random) {
 }
 
 template <class Args>
-void corrupt(Args &args, Random &random) {
+void corrupt_tensor(Args &args, Random &random) {
   std::vector<orchard_tensor *> tensors = inputs(args);
   for (orchard_tensor *tensor : outputs(args)) tensors.push_back(tensor);
   orchard_tensor &tensor = *any_of(random, tensors);
   int64_t &size = tensor.sizes[between(random, 0, 3)];
   int64_t &stride = tensor.strides[between(random, 0, 3)];
-  switch (between(random, 0, 15)) {
+  switch (between(random, 0, 12)) {
     case 0:
     case 1:
     case 2:
@@ -331,20 +400,42 @@ void corrupt(Args &args, Random &random) {
     case 11:
       tensor.reserved = static_cast<int32_t>(any_word(random, 0));
       break;
-    case 12:
+    default:
       (one_in(random, 2) ? args.struct_size : args.abi_version) =
           static_cast<uint32_t>(any_word(random, 1));
-      break;
+  }
+}
+
+void corrupt_operand(orchard_operand &operand, Random &random) {
+  int64_t &word = one_in(random, 3) ? operand.dim : operand.group[between(random, 0, 2)];
+  word = any_word(random, word);
+}
+
+void corrupt(orchard_quantize_args &args, Random &random) {
+  one_in(random, 4) ? corrupt_operand(args.result, random) : corrupt_tensor(args, random);
+}
+
+template <class Args>
+void corrupt(Args &args, Random &random) {
+  if constexpr (requires { args.bf16_accuracy; })
+    if (one_in(random, 5)) {
+      orchard_operand *const operands[] = {&args.query, &args.key, &args.value};
+      return corrupt_operand(*operands[between(random, 0, 2)], random);
+    }
+  switch (between(random, 0, 15)) {
     case 13:
       (one_in(random, 2) ? args.band_low : args.band_high) = any_word(random, 0);
       break;
     case 14:
       (one_in(random, 2) ? args.scale : args.softcap) = any_number(random);
       break;
-    default:
+    case 15:
       if (one_in(random, 3)) args.seed = nullptr;
       if (one_in(random, 2)) args.drop_threshold = static_cast<uint32_t>(any_word(random, 1));
       if (one_in(random, 2)) args.threads = static_cast<int32_t>(any_word(random, 1));
+      break;
+    default:
+      corrupt_tensor(args, random);
   }
 }
 
@@ -429,7 +520,15 @@ std::string run_one(uint64_t seed, int64_t number, Tally &tally) {
   alarm(kSecondsPerRun);
   std::string defects;
   if (number % 2 == 0) {
-    defects = run_consistent(name, random);
+    defects = number % 6 == 0 ? run_quantized(name, random) : run_consistent(name, random);
+  } else if (number % 8 == 1) {
+    Case what = any_case(random, 50'000);
+    what.backward = what.grad_lse = what.grad_mask = false;
+    const QuantizedCall call = any_quantized(what, Edge::kEnd, random);
+    const orchard_quantize_args &key = call.operands[1].args;
+    defects = run_corrupted(call.args, orchard_quantized_forward, random, tally);
+    if (defects.empty() && key.struct_size != 0)
+      defects = run_corrupted(key, orchard_quantize, random, tally);
   } else {
     const Call call(any_case(random, 50'000), any_dtype(random), Edge::kEnd, random());
     defects = number % 4 == 1

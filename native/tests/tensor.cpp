@@ -24,11 +24,9 @@ struct Format {
 };
 
 const Format &format(int32_t dtype) {
-  static constexpr Format kFormats[] = {{"fp32", 4, 24, -126},
-                                        {"fp16", 2, 11, -14},
-                                        {"bf16", 2, 8, -126},
-                                        {"fp64", 8, 53, -1022},
-                                        {"bool", 1, 1, 0}};
+  static constexpr Format kFormats[] = {
+      {"fp32", 4, 24, -126}, {"fp16", 2, 11, -14}, {"bf16", 2, 8, -126}, {"fp64", 8, 53, -1022},
+      {"bool", 1, 1, 0},     {"int8", 1, 7, 0},    {"int4", 1, 7, 0}};
   return kFormats[dtype];
 }
 
@@ -102,6 +100,8 @@ double load_item(const void *item, int32_t dtype) {
       return std::bit_cast<float>(uint32_t{read<uint16_t>(item)} << 16);
     case ORCHARD_FLOAT64:
       return read<double>(item);
+    case ORCHARD_INT8:
+      return read<int8_t>(item);
     default:
       return read<uint8_t>(item) != 0;
   }
