@@ -10,7 +10,7 @@ except PackageNotFoundError:  # a source tree that is not installed
 try:
     # The package comes first: the name `orchard.backends` belongs to the function.
     import orchard.backends  # noqa: F401
-    from orchard.attention.api import attention, explain
+    from orchard.attention.api import attention
     from orchard.attention.compat import scaled_dot_product_attention
     from orchard.dispatch.report import BackendReport, advice, backends, stats
     from orchard.errors import (
@@ -31,6 +31,7 @@ try:
         WorkerDied,
     )
     from orchard.integrations.torch_sdpa import disable, enable, enabled
+    from orchard.plans import explain
     from orchard.quantization import (
         KVCache,
         QuantizationConfig,

@@ -14,9 +14,11 @@ from orchard.attention.dropout import draw_seed
 from orchard.attention.ops import Settings
 from orchard.attention.problem import Tensors, Upstream
 from orchard.dispatch.backend import Reason
+from orchard.dispatch.planner import Plan
 from orchard.errors import ArgumentTypeError, ArgumentValueError, NotServedError
 from orchard.quantization import (
     QuantizationConfig,
+    QuantizedPlan,
     engines,
     explain,
     quantize,
@@ -389,3 +391,37 @@ class TestErrors:
             quantized_attention(query, key[..., 1:], value)
         with pytest.raises(TypeError, match="sofcap"):
             quantized_attention(query, key, value, sofcap=1.0)
+
+
+class TestExplain:
+    """`orchard.explain` covers quantised calls too."""
+
+    def test_config(self) -> None:
+        """With a config it is the plan of the quantised call, and that call's engine serves."""
+        given, config = operands(torch.bfloat16), QuantizationConfig(key_precision="int4")
+        plan = orchard.explain(*given, config=config, causal=True, return_lse=True)
+        assert isinstance(plan, QuantizedPlan)
+        assert plan.call.key.stored.format.precision == "int4"
+        assert plan.call.options == {"causal": True}
+        assert plan.call.return_lse
+        assert str(plan) == str(explain(*given, config=config, causal=True))
+
+    @pytest.mark.parametrize("place", range(3))
+    def test_stored_operand(self, place: int) -> None:
+        """One operand that is quantised already is enough, whichever it is."""
+        given: list[Any] = list(operands(torch.float32))
+        given[place] = quantize(given[place])
+        plan = orchard.explain(*given)
+        assert isinstance(plan, QuantizedPlan)
+        assert plan.call[place].stored is given[place]
+
+    def test_attention(self) -> None:
+        """Without either it is the plan of attention, and what attention refuses is refused."""
+        query, key, value = operands(torch.float32)
+        assert isinstance(orchard.explain(query, key, value, backend="reference"), Plan)
+        with pytest.raises(TypeError, match="key is None"):
+            orchard.explain(query, None, value)
+
+    def test_wrong_config(self) -> None:
+        with pytest.raises(TypeError, match="config is 'int8'; it must be a QuantizationConfig"):
+            orchard.explain(*operands(torch.float32), config="int8")
