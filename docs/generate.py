@@ -112,7 +112,7 @@ def results_table(name: str) -> str:
 
 
 def targets_table(name: str, folder: Path = ROOT / "benchmarks/results") -> str:
-    """A stored run of `orchard bench --preset cpu`: what was found, and what it had to be."""
+    """A stored run of `orchard bench` on targets: what was found, and what it had to be."""
     stored = folder / f"{name}.jsonl"
     if not stored.exists():
         return f"Not measured yet: `orchard bench --preset {name} --out benchmarks/results`."
@@ -171,6 +171,7 @@ def milliseconds(side: dict[str, Any]) -> str:
 GENERATED = {
     "measured-cpu": lambda: results_table("cpu-quick"),
     "targets-cpu": lambda: targets_table("cpu"),
+    "targets-quantized": lambda: targets_table("quantized"),
     "counts-metal": counts_table,
     "accuracy-quantization": quantization_accuracy.table,
     "serving-cpu": lambda: serving_table("serving-cpu"),
