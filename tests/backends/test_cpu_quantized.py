@@ -164,6 +164,16 @@ def test_values_far_apart(kind: str, granularity: Any) -> None:
         check(given, config, torch.bfloat16, options)
 
 
+@pytest.mark.parametrize("number", [0.0, -0.5])
+@pytest.mark.usefixtures("best_isa")
+def test_scales_that_nobody_makes(number: float) -> None:
+    """A file may have any: the values are what the definition makes of them."""
+    query, key, value = operands(SIZES["ragged"], torch.bfloat16)
+    stored = orchard.quantize(value)
+    stored.scales[..., 1] = number
+    check([query, key, stored], CONFIGS["int8"], torch.bfloat16, {})
+
+
 @pytest.mark.parametrize("sizes", ["one row", "ragged"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_output_precision_is_that_of_the_products(isa: str, dtype: torch.dtype, sizes: str) -> None:
