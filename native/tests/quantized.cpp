@@ -81,10 +81,11 @@ void StoredTensor::forbid_writing() {
 
 int StoredTensor::level(int64_t b, int64_t h, int64_t i, int64_t d) const {
   const orchard_tensor &data = data_.view();
-  if (data.dtype == ORCHARD_INT8)
-    return static_cast<int>(load_item(address(data, b, h, i, d), ORCHARD_INT8));
-  const auto pair = static_cast<uint8_t>(load_item(address(data, b, h, i, d / 2), ORCHARD_INT8));
-  return static_cast<int8_t>(d % 2 != 0 ? pair & 0xf0 : pair << 4) / 16;
+  const bool halves = data.dtype == ORCHARD_INT4;
+  const void *item = address(data, b, h, i, halves ? d / 2 : d);
+  const int byte = static_cast<int>(load_item(item, ORCHARD_INT8));
+  if (!halves) return byte;
+  return static_cast<int8_t>(d % 2 != 0 ? byte & 0xf0 : byte << 4) / 16;
 }
 
 // Scale, zero and levels of one group as orchard.h has them.

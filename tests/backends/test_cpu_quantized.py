@@ -143,7 +143,7 @@ def test_options_of_bf16(name: str, sizes: str) -> None:
 
 
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    "one large row": lambda value: value.index_fill(2, torch.tensor([37]), 40.0),
+    "one large row": lambda value: value.index_fill(2, torch.tensor([37]), 400.0),
     "one large channel": lambda value: value.index_fill(3, torch.tensor([5]), 40.0),
     "growing": lambda value: value * torch.logspace(-12, 12, value.shape[2])[:, None],
     "denormal": lambda value: value * 2.0**-130,
@@ -160,7 +160,8 @@ def test_values_far_apart(kind: str, granularity: Any) -> None:
     query, key, value = operands((1, 2, 2, 70, 300, 32, 32))
     given = [tensor.bfloat16() for tensor in (query, key, VALUES[kind](value))]
     config = QuantizationConfig(granularity=granularity)
-    for options in ({}, {"causal": True}, {"scale": 3.0}):
+    faint = torch.zeros(1, 1, 1, 300).index_fill(3, torch.tensor([37]), -9.0)
+    for options in ({}, {"causal": True}, {"scale": 3.0}, {"mask": faint}):
         check(given, config, torch.bfloat16, options)
 
 
