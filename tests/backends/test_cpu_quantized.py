@@ -21,7 +21,14 @@ from orchard.backends.cpu.native import TensorArgs
 from orchard.backends.cpu.quantized import OperandArgs, QuantizeArgs, QuantizedArgs
 from orchard.dispatch import planner
 from orchard.errors import ArgumentValueError, NativeError
-from orchard.quantization import KVCache, QuantizationConfig, cpu, explain, quantized_attention
+from orchard.quantization import (
+    KVCache,
+    QuantizationConfig,
+    cpu,
+    explain,
+    quantized_attention,
+    stored,
+)
 from orchard.quantization import formats as formats_module
 from orchard.quantization.formats import Format, encode
 from orchard.testing import budget
@@ -92,7 +99,7 @@ def check(
         out, lse = quantized_attention(
             *given, config=config, return_lse=True, generator=generator, **options
         )
-    settled = cpu._settings(plan.call).options(*exact[:2])
+    settled = stored.settings_of(plan.call).options(*exact[:2])
     seed = draw_seed(torch.device("cpu"), Generator().manual_seed(SEED))
     tensors = Tensors(*exact, options.get("mask"), seed if settled.threshold else None)
     assert out.dtype == dtype
@@ -256,7 +263,7 @@ def test_gradients(isa: str, config: str, layout: Any) -> None:
     seed = draw_seed(torch.device("cpu"), Generator().manual_seed(SEED))
     tensors = Tensors(*exact, bias.detach(), seed)
     found = Results(out.detach(), lse.detach(), *grads)
-    settled = cpu._settings(call).options(*exact[:2])
+    settled = stored.settings_of(call).options(*exact[:2])
     for comparison in budget.judge(found, tensors, settled, upstream, mask_grad=True):
         assert comparison.ok, comparison
 

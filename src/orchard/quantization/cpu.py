@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from orchard.attention import api
-from orchard.attention.dropout import draw_seed
 from orchard.attention.memory import Place, dense, following
-from orchard.attention.ops import Settings, backward_op
-from orchard.attention.problem import Saved, is_traced
+from orchard.attention.problem import Options, Saved
 from orchard.backends.cpu import native, quantized
 from orchard.dispatch.backend import Reason
-from orchard.dispatch.planner import Plan
+from orchard.quantization import stored
 from orchard.quantization.config import OPERANDS
 from orchard.quantization.formats import QuantizedTensor
 
@@ -27,101 +23,29 @@ BACKEND = "cpu"
 
 def reasons(call: QuantizedCall) -> tuple[Reason, ...]:
     """Why the native kernels do not serve this call, all of them."""
-    found = list(_plan(call).why_not(BACKEND))
+    found = list(stored.reasons(call, BACKEND))
     for name, operand in zip(OPERANDS, call[:3], strict=True):
-        stored = operand.stored
-        if stored.format.precision == "fp8":
-            sentence = f"reads no fp8, which {name} is stored as"
-            found.append(Reason("precision", sentence, "use int8 or int4"))
-        if stored.scales is not None and stored.data.shape[3] > 1 and stored.data.stride(3) != 1:
-            sentence = f"reads levels whose last stride is 1; {name} has {stored.data.stride(3)}"
+        data = operand.stored.data
+        if operand.stored.scales is not None and data.shape[3] > 1 and data.stride(3) != 1:
+            sentence = f"reads levels whose last stride is 1; {name} has {data.stride(3)}"
             found.append(Reason("layout", sentence, "make its data contiguous"))
-        if stored.mean is not None and name != "key":
-            sentence = f"takes the mean of a smoothed key, not that of {name}"
-            found.append(Reason("smoothing", sentence, f"quantise {name} without smooth"))
-    if _is_transformed(call):
-        sentence = "has no rule for torch.func, forward-mode derivatives or tracing"
-        found.append(Reason("transform", sentence))
     return tuple(found)
 
 
 def serve(call: QuantizedCall) -> tuple[Tensor, Tensor | None]:
     """The output and, where asked for, lse, on the graph of the operands' sources."""
-    mask = call.options.get("mask")
-    if mask is not None:
-        mask = mask[(None,) * (4 - mask.ndim)]
-    given = [operand.source for operand in call[:3]]
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*given, mask)):
-        sources = [_four_axes(operand.source, operand.stored) for operand in call[:3]]
-        out, lse = _Attention.apply(*sources, mask, call)  # type: ignore[no-untyped-call]
-    else:
-        (out, lse), _ = _forward(call, mask, call.dtype)
-    stored = call.query.stored
-    if stored.layout == "bshd" and stored.ndim > 2:
-        out = out.transpose(1, 2)
-    first = (0,) * (4 - stored.ndim)
-    return out[first], lse[first] if call.return_lse else None
+    return stored.serve_by(_attend, call)
 
 
-class _Attention(torch.autograd.Function):
-    """The native forward, with the gradient of attention at the dequantised values."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor | None,
-        key: Tensor | None,
-        value: Tensor | None,
-        mask: Tensor | None,
-        call: QuantizedCall,
-    ) -> Saved:
-        saved, seed = _forward(call, mask, torch.float32)  # as the backward has its operands
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(mask, seed, *saved)
-        ctx.call = call
-        return saved
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        if grad_out is None and grad_lse is None:
-            return (None,) * 5
-        mask, seed, out, lse = ctx.saved_tensors
-        call = ctx.call
-        if grad_out is None:
-            grad_out = out.new_zeros(()).expand(out.shape)
-        values = [_four_axes(operand.values(), operand.stored) for operand in call[:3]]
-        wanted = ctx.needs_input_grad
-        with torch.autocast("cpu", enabled=False):
-            grads = backward_op(
-                grad_out, grad_lse, *values, mask, seed, out, lse, *_settings(call), wanted[3]
-            )
-        found = [
-            grad.to(operand.source.dtype) if wants else None
-            for grad, operand, wants in zip(grads[:3], call[:3], wanted[:3], strict=True)
-        ]
-        return (*found, grads[3] if wanted[3] else None, None)
-
-
-def _plan(call: QuantizedCall) -> Plan:
-    """The plan of attention on operands of these shapes: the arguments checked, options settled."""
-    stand_ins = (
-        torch.empty((), device=operand.stored.device).expand(operand.stored.shape)
-        for operand in call[:3]
-    )
-    with torch.autocast(call.query.stored.device.type, enabled=False):
-        return api.explain(*stand_ins, **call.options, return_lse=call.return_lse)
-
-
-def _forward(
-    call: QuantizedCall, mask: Tensor | None, dtype: torch.dtype
-) -> tuple[Saved, Tensor | None]:
-    """What the kernels compute, out in `dtype`, and the seed of the dropout, if there is any."""
+def _attend(
+    call: QuantizedCall,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+    dtype: torch.dtype,
+) -> Saved:
     query, key, value = (operand.stored for operand in call[:3])
-    options = _settings(call).options(_shape_of(query), _shape_of(key))
-    seed = None
-    if options.threshold:
-        seed = draw_seed(query.device, call.options.get("generator"))
-    saved = quantized.attend(
+    return quantized.attend(
         native.loaded(),
         _operand(query),
         _operand(key),
@@ -132,57 +56,16 @@ def _forward(
         _place(call, dtype),
         bf16_accuracy=query.dtype == call.dtype == torch.bfloat16,
     )
-    return saved, seed
 
 
 def _place(call: QuantizedCall, dtype: torch.dtype) -> Place:
     """Memory for the output [B, H, S, Dv] in the order of the query, where that is a tensor."""
-    query = _four_axes(call.query.source, call.query.stored)
+    query = stored.four_axes(call.query.source, call.query.stored)
     shape = (*call.query.stored.data.shape[:3], call.value.stored.head_dim)
     return dense(shape, dtype) if query is None else following(shape, query.stride(), dtype)
 
 
-def _shape_of(stored: QuantizedTensor) -> Tensor:
-    """A tensor without memory that has the sizes of an operand, [B, H, S, D]."""
-    return torch.empty((*stored.data.shape[:3], stored.head_dim), device="meta")
-
-
-def _operand(stored: QuantizedTensor) -> quantized.Operand:
+def _operand(held: QuantizedTensor) -> quantized.Operand:
     return quantized.Operand(
-        stored.data, stored.scales, stored.zero_points, stored.mean, stored.group, stored.head_dim
+        held.data, held.scales, held.zero_points, held.mean, held.group, held.head_dim
     )
-
-
-def _four_axes(tensor: Tensor | None, stored: QuantizedTensor) -> Tensor | None:
-    """A tensor in the layout and rank of an operand as [B, H, S, D]."""
-    if tensor is None:
-        return None
-    if stored.layout == "bshd" and stored.ndim > 2:
-        tensor = tensor.transpose(-3, -2)
-    return tensor[(None,) * (4 - tensor.ndim)]
-
-
-def _settings(call: QuantizedCall) -> Settings:
-    """The options as the backward operator takes them."""
-    options = call.options
-    causal = options.get("causal", False)
-    left, right = options.get("window") or (-1, -1)
-    return Settings(
-        options.get("scale"),
-        options.get("softcap") or 0.0,
-        options.get("dropout_p", 0.0),
-        left,
-        0 if causal else right,
-        causal == "bottom_right",
-        options.get("backend", "auto"),
-    )
-
-
-def _is_transformed(call: QuantizedCall) -> bool:
-    tensors = [operand.source for operand in call[:3]] + [call.options.get("mask")]
-    given = [tensor for tensor in tensors if tensor is not None]
-    if torch._C._are_functorch_transforms_active() or any(map(is_traced, given)):
-        return True
-    if forward_ad._current_level < 0:
-        return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -19,7 +19,7 @@ from orchard.attention import api
 from orchard.attention.api import Causal, Layout
 from orchard.dispatch.backend import Reason
 from orchard.dispatch.planner import Plan
-from orchard.quantization import cpu
+from orchard.quantization import cpu, metal
 from orchard.quantization.config import OPERANDS
 from orchard.quantization.formats import QuantizedTensor
 from orchard.text import table
@@ -116,6 +116,17 @@ def _explain_dequantised(call: QuantizedCall) -> Plan:
         return api.explain(*operands, **call.options, return_lse=call.return_lse)
 
 
+def _metal(name: str, summary: str) -> Engine:
+    """The engine of a backend that runs the Metal kernels."""
+    return Engine(
+        name,
+        summary,
+        partial(metal.reasons, name),
+        lambda call: Served(*metal.serve(name, call)),
+        lambda call: None,
+    )
+
+
 ENGINES: tuple[Engine, ...] = (
     Engine(
         "cpu",
@@ -124,6 +135,8 @@ ENGINES: tuple[Engine, ...] = (
         lambda call: Served(*cpu.serve(call)),
         lambda call: None,
     ),
+    _metal("metal", "reads int8 and int4 where they lie, in the Metal kernels"),
+    _metal("metal-emulated", "the same Metal kernels on the CPU, to test them without a Mac"),
     Engine(
         "dequantise",
         "dequantises every operand to fp32 and calls attention",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from orchard.backends.metal.runtime import MetalRuntime
-from orchard.backends.metal.source import THREADS, TYPES, Specialisation, source
+from orchard.backends.metal.source import THREADS, TYPES, Specialisation, Storage, source
 from orchard.dispatch.backend import dtype_name
 from orchard.testing import benchmark, presets
 from orchard.text import one_line
@@ -25,6 +25,11 @@ KERNELS = {
         "attention_grad_key_value",
         "attention_grad_mask",
     ),
+}
+STORED = {
+    "int8": (Storage(torch.int8, 1),) * 3,
+    "int4, asymmetric": (Storage(torch.uint8, 2),) * 3,
+    "bf16 query, int8": (Storage(torch.bfloat16), Storage(torch.int8, 1), Storage(torch.int8, 1)),
 }
 DIMS = ((64, 64), (128, 128), (256, 256), (80, 40), (33, 7))
 Step = Callable[[str], None]
@@ -49,7 +54,7 @@ def _or_none(ask: Callable[[], Any]) -> Any:
 
 
 def samples(*, quick: bool) -> list[tuple[str, str, Specialisation]]:
-    """Sources to compile: file, kind and specialisation; each kernel bare and with everything."""
+    """File, kind and specialisation of each source: bare, with everything, and in few bits."""
     return list(_samples(DIMS[:1] if quick else DIMS))
 
 
@@ -71,6 +76,9 @@ def _samples(dims: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, str, Spec
                     grad_mask=file == "backward.metal",
                 )
                 yield file, "everything", everything
+                if dtype == torch.float32 and file != "backward.metal":
+                    for kind, stored in STORED.items():
+                        yield file, kind, everything._replace(stored=stored, smoothed=True)
 
 
 def compile_all(runtime: MetalRuntime, *, quick: bool, step: Step) -> list[dict[str, Any]]:

@@ -5,19 +5,29 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
-from orchard.attention.problem import Gradients, Problem, Saved, Tensors, Upstream
+from orchard.attention.problem import Gradients, Options, Problem, Saved, Tensors, Upstream
 from orchard.backends.metal.launch import (
     BackwardKind,
+    forward_kernels,
+    is_empty,
     plan_backward,
     plan_forward,
     run_backward,
     run_forward,
 )
+from orchard.backends.metal.quantized import (
+    StoredOperands,
+    describe_stored,
+    plan_stored,
+    run_stored,
+)
 from orchard.backends.metal.runtime import MetalRuntime, TorchRuntime
-from orchard.backends.metal.source import MASK_TYPES, TYPES, Library
+from orchard.backends.metal.source import MASK_TYPES, TYPES, Library, MetalCompileError
 from orchard.dispatch.backend import Backend, Capability, Reason
 from orchard.dispatch.known import Known
+from orchard.text import one_line
 
 
 def capability(device: str) -> Capability:
@@ -44,6 +54,7 @@ class MetalBackend(Backend):
         self.shaders = Library(self.runtime)
         self._forwards = Known(plan_forward)
         self._backwards = Known(plan_backward)
+        self._stored = Known(plan_stored)
 
     def special_reasons(self, capability: Capability, problem: Problem) -> tuple[Reason, ...]:
         fp32, softcap = torch.finfo(torch.float32), problem.options.softcap
@@ -64,3 +75,26 @@ class MetalBackend(Backend):
         with self.runtime.lock:
             plan = self._backwards[kind]
             return run_backward(self.shaders, problem, plan, tensors, saved, upstream)
+
+    def stored_reasons(
+        self, operands: StoredOperands, mask: Tensor | None, options: Options
+    ) -> tuple[Reason, ...]:
+        """Why `forward_stored` cannot serve what `forward` serves: its source does not compile."""
+        stored = describe_stored(operands, mask, options)
+        if is_empty(stored.problem):
+            return ()
+        try:
+            with self.runtime.lock:
+                forward_kernels(self.shaders, self._stored[stored])
+        except MetalCompileError as error:
+            return (Reason("failed", f"its kernel does not compile: {one_line(error)}"),)
+        return ()
+
+    def forward_stored(
+        self, operands: StoredOperands, mask: Tensor | None, seed: Tensor | None, options: Options
+    ) -> Saved:
+        """(out, lse) of attention at the values that the operands stand for, in fp32."""
+        stored = describe_stored(operands, mask, options)
+        with self.runtime.lock:
+            plan = self._stored[stored]
+            return run_stored(self.shaders, stored, plan, operands, mask, seed)

@@ -11,6 +11,7 @@ from torch import Tensor
 from orchard.attention.dropout import keep_scale
 from orchard.attention.memory import Place, dense, following
 from orchard.attention.problem import Gradients, Problem, Saved, Tensors, Upstream
+from orchard.backends.metal.runtime import Kernel
 from orchard.backends.metal.source import (
     FLOATS,
     INTEGERS,
@@ -43,6 +44,13 @@ class ForwardPlan(NamedTuple):
     out: Place
     lse: Place | None
     runs: int  # of keys in a decode; 0: not a decode
+
+
+class StoredParts(NamedTuple):
+    """Further arguments of a forward whose operands are in few bits."""
+
+    groups: list[int]
+    tensors: tuple[Tensor | None, ...]  # scales and zero points of each operand, mean of the key
 
 
 class BackwardKind(NamedTuple):
@@ -125,7 +133,21 @@ def plan_backward(kind: BackwardKind) -> BackwardPlan:
     )
 
 
-def run_forward(library: Library, problem: Problem, plan: ForwardPlan, tensors: Tensors) -> Saved:
+def forward_kernels(library: Library, plan: ForwardPlan) -> tuple[Kernel, ...]:
+    """What a forward launches, compiled."""
+    if not plan.runs:
+        return (library.kernel("forward.metal", "attention_forward", plan.specialisation),)
+    names = ("attention_runs", "attention_join")
+    return tuple(library.kernel("decode.metal", name, plan.specialisation) for name in names)
+
+
+def run_forward(
+    library: Library,
+    problem: Problem,
+    plan: ForwardPlan,
+    tensors: Tensors,
+    stored: StoredParts | None = None,
+) -> Saved:
     device = tensors.query.device
     out = plan.out.allocate(device)
     lse = plan.lse.allocate(device) if plan.lse else torch.empty(0, device=device)
@@ -133,26 +155,30 @@ def run_forward(library: Library, problem: Problem, plan: ForwardPlan, tensors: 
         return Saved(out.zero_(), lse.fill_(-torch.inf))
     query, key, value, mask, seed = _bound(tensors)
     lists = plan.integers, plan.floats
+    more: list[Tensor | list[int]] = []
+    if stored is not None:
+        parts = [query if part is None else _some(part, query) for part in stored.tensors]
+        more = [stored.groups, *parts]
     by_head = (problem.heads, problem.batch)
-    if not plan.runs:
-        kernel = library.kernel("forward.metal", "attention_forward", plan.specialisation)
-        kernel(
+    first, *second = forward_kernels(library, plan)
+    if not second:
+        first(
             *(query, key, value, _some(out, query), _some(lse, out, query), mask, seed, *lists),
+            *more,
             threads=_grid(problem.query_length, RESIDENT, *by_head),
             group_size=_GROUP,
         )
         return Saved(out, lse)
-    first = library.kernel("decode.metal", "attention_runs", plan.specialisation)
-    second = library.kernel("decode.metal", "attention_join", plan.specialisation)
     rows = (*problem.query_shape[:3], plan.runs)
     sums = dense((*rows, max(1, problem.value_dim))).allocate(device)
     tops, totals = dense(rows).allocate(device), dense(rows).allocate(device)
     first(
-        *(query, key, value, sums, tops, totals, mask, seed, *lists),
+        *(query, key, value, sums, tops, totals, mask, seed, *lists, *more),
         threads=_grid(plan.runs, SIMDGROUPS, problem.kv_heads, problem.batch),
         group_size=_GROUP,
     )
-    second(
+    (join,) = second
+    join(
         *(sums, tops, totals, _some(out, query), _some(lse, sums), *lists),
         threads=_grid(problem.query_length, SIMDGROUPS, *by_head),
         group_size=_GROUP,

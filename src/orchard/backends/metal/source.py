@@ -16,6 +16,7 @@ from orchard.backends.metal.runtime import Kernel, MetalRuntime
 KERNELS = Path(__file__).parent / "kernels"
 TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 MASK_TYPES = {torch.bool: "uchar", **TYPES}
+STORED_TYPES = {torch.int8: "char", torch.uint8: "uchar", **TYPES}  # uchar is int4, two to a byte
 
 # The two argument lists of every kernel. Here and in the kernels they go by these names.
 INTEGERS = (
@@ -51,6 +52,10 @@ STRIDED = (  # four strides each, after the integers
 )
 FLOATS = ("SCALE", "CAP", "CAP_IN_UNITS", "KEEP_SCALE", "GRAD_SCALE")
 
+# A third list, of operands in few bits: by batch entry, head and row each.
+GROUPS = ("GROUP_SIZES", "SCALE_STRIDES", "ZERO_STRIDES")  # of an operand
+GROUPED = ("QUERY_GROUPS", "KEY_GROUPS", "VALUE_GROUPS")  # the operands; MEAN_STRIDES follow
+
 SIMDGROUPS = 4
 THREADS = 32 * SIMDGROUPS
 RESIDENT = 8 * SIMDGROUPS  # rows or keys that a threadgroup holds
@@ -59,6 +64,13 @@ _HEADERS = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing na
 
 class MetalCompileError(RuntimeError):
     """Apple's compiler refused a kernel, in its own words."""
+
+
+class Storage(NamedTuple):
+    """How an operand lies in memory, as far as a kernel is compiled for it."""
+
+    dtype: torch.dtype
+    parts: int = 0  # beside its data: 1 is scales, 2 is scales and zero points
 
 
 class Specialisation(NamedTuple):
@@ -76,6 +88,8 @@ class Specialisation(NamedTuple):
     grad_lse: bool = False
     grad_mask: bool = False  # written along with the gradient of the query
     decode_rows: int = 0
+    stored: tuple[Storage, Storage, Storage] | None = None  # query, key, value; None: all `dtype`
+    smoothed: bool = False  # the key has a mean, which is not in its levels
 
     @property
     def block(self) -> int:
@@ -89,6 +103,7 @@ class Specialisation(NamedTuple):
     @property
     def definitions(self) -> dict[str, str | int]:
         """The macros that the kernels are written in."""
+        query, key, value = self.stored or (Storage(self.dtype),) * 3
         return {
             "TYPE": TYPES[self.dtype],
             "HEAD_DIM": self.head_dim,
@@ -105,6 +120,14 @@ class Specialisation(NamedTuple):
             "GRAD_LSE": int(self.grad_lse),
             "GRAD_MASK": int(self.grad_mask),
             "DECODE_ROWS": self.decode_rows,
+            "QUANTISED": int(self.stored is not None),
+            "SMOOTHED": int(self.smoothed),
+            "QUERY_TYPE": STORED_TYPES[query.dtype],
+            "KEY_TYPE": STORED_TYPES[key.dtype],
+            "VALUE_TYPE": STORED_TYPES[value.dtype],
+            "QUERY_PARTS": query.parts,
+            "KEY_PARTS": key.parts,
+            "VALUE_PARTS": value.parts,
         }
 
 
@@ -117,8 +140,15 @@ def source(file: str, specialisation: Specialisation) -> str:
 @cache
 def _layout() -> str:
     strides = [f"{name}_STRIDES = {stride_index(name)}" for name in STRIDED]
-    integers = ", ".join((*INTEGERS, *strides))
-    return f"enum Integers {{ {integers} }};\nenum Floats {{ {', '.join(FLOATS)} }};"
+    groups = [f"{name} = {3 * at}" for at, name in enumerate(GROUPS)]
+    grouped = [f"{name} = {3 * len(GROUPS) * at}" for at, name in enumerate(GROUPED)]
+    lists = {
+        "Integers": (*INTEGERS, *strides),
+        "Floats": FLOATS,
+        "Groups": groups,
+        "Grouped": (*grouped, f"MEAN_STRIDES = {3 * len(GROUPS) * len(GROUPED)}"),
+    }
+    return "\n".join(f"enum {kind} {{ {', '.join(names)} }};" for kind, names in lists.items())
 
 
 def stride_index(name: str) -> int:

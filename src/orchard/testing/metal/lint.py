@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from orchard.backends.metal.limits import GROUP_THREADS, THREADGROUP_BYTES
-from orchard.backends.metal.source import MASK_TYPES, TYPES, Specialisation
+from orchard.backends.metal.source import MASK_TYPES, TYPES, Specialisation, Storage
 from orchard.testing.metal.preprocessor import (
     Macro,
     Preprocessed,
@@ -199,13 +199,36 @@ def specialisations(
         rows = range(1, 9) if file == "decode.metal" else (0,)
         for dtype, mask, count in product(TYPES, (None, *MASK_TYPES), rows):
             for chosen in product((False, True), repeat=len(flags)):
-                options = dict(zip(flags, chosen, strict=True))
+                options: dict[str, Any] = dict(zip(flags, chosen, strict=True))
                 if options.get("grad_mask") and mask in (None, torch.bool):
                     continue
                 yield (
                     file,
                     Specialisation(dtype, head_dim, value_dim, mask, decode_rows=count, **options),
                 )
+
+
+STORAGE = (
+    *(Storage(dtype) for dtype in TYPES),
+    *(Storage(dtype, parts) for dtype in (torch.int8, torch.uint8) for parts in (1, 2)),
+)
+
+
+def stored_specialisations(
+    head_dim: int = 64, value_dim: int = 64
+) -> Iterator[tuple[str, Specialisation]]:
+    """Operands in few bits: each storage, and one of them with all else that may be asked for."""
+    levels = Storage(torch.int8, 2)
+    for file, made in specialisations(head_dim, value_dim):
+        asked = made.lse and made.dtype == torch.float32 and made.decode_rows in (0, 8)
+        if asked and file != "backward.metal":
+            for smoothed in (False, True):
+                yield file, made._replace(stored=(levels, levels, levels), smoothed=smoothed)
+    for storage in STORAGE:
+        bare = Specialisation(torch.float32, head_dim, value_dim, lse=True)
+        bare = bare._replace(stored=(storage, storage, storage), smoothed=storage.parts > 0)
+        yield "forward.metal", bare
+        yield "decode.metal", bare._replace(decode_rows=2)
 
 
 def sizes(step: int = 8) -> Iterator[tuple[str, Specialisation]]:

@@ -103,7 +103,7 @@ METAL_FUNC bool is_coarse(float shift) {
     const bool edge =
         !all_seen(int2(first_row, first_row + 7), int2(start, start + BLOCK - 1), p);
     float2 scores[BLOCK_FRAGMENTS];
-    scores_of(scores, q, key_tile, first_row, start, at, edge, mask, p, f);
+    scores_of(scores, q, key_tile, 0.0f, first_row, start, at, edge, mask, p, f);
     weigh(scores, softmax);
   }
 

@@ -6,6 +6,8 @@ typedef vec<T, 2> T2;
 typedef vec<T, 4> T4;
 
 #define UNROLL _Pragma("clang loop unroll(full)")
+#include "operands.h"
+
 #define THREADS (32 * SIMDGROUPS)
 #define RESIDENT (8 * SIMDGROUPS)  // rows (or keys) that a threadgroup holds in registers
 #define FRAGMENTS(size) ((size) > 0 ? ((size) + 7) / 8 : 1)
@@ -80,10 +82,10 @@ METAL_FUNC threadgroup T* tile_in(threadgroup T4* memory) {
   return reinterpret_cast<threadgroup T*>(memory);
 }
 
-// Rows of a tensor as a tile of LENGTH rows; what lies past the end of it is zero.
-template <int LENGTH, int WIDTH, int LD>
-METAL_FUNC void load_tile(threadgroup T* tile, const device T* source, long row_stride,
-                          long column_stride, int rows, int thread_index) {
+// The block of a head's rows from `start` on, of `length` in all; past the last there are zeros.
+template <int WIDTH, int LD, typename Head>
+METAL_FUNC void load_block(threadgroup T* tile, Head source, constant long* strides, int start,
+                           int length, uint thread_index) {
   constexpr int COLUMNS = 8 * FRAGMENTS(WIDTH);
 #if PACKED
   constexpr int STEP = 4;
@@ -92,53 +94,43 @@ METAL_FUNC void load_tile(threadgroup T* tile, const device T* source, long row_
 #endif
   constexpr int PER_ROW = COLUMNS / STEP;
   UNROLL
-  for (int first = 0; first < LENGTH * PER_ROW; first += THREADS) {
-    const int i = first + thread_index;
-    if (LENGTH * PER_ROW % THREADS != 0 && i >= LENGTH * PER_ROW) break;
+  for (int first = 0; first < BLOCK * PER_ROW; first += THREADS) {
+    const int i = first + int(thread_index);
+    if (BLOCK * PER_ROW % THREADS != 0 && i >= BLOCK * PER_ROW) break;
     const int row = i / PER_ROW, column = i % PER_ROW * STEP;
-    const bool inside = row < rows && column < WIDTH;
+    const bool inside = start + row < length && column < WIDTH;
 #if PACKED
     T4 values = T4(T(0));
-    if (inside) {
-      values = *reinterpret_cast<const device T4*>(source + row * row_stride + column);
-    }
+    if (inside) values = values_at<4>(row_at(source, start + row, strides[2]), column);
     *reinterpret_cast<threadgroup T4*>(tile + row * LD + column) = values;
 #else
-    tile[row * LD + column] =
-        inside ? source[row * row_stride + column * column_stride] : T(0);
+    T value = T(0);
+    if (inside) value = value_at(row_at(source, start + row, strides[2]), column, strides[3]);
+    tile[row * LD + column] = value;
 #endif
   }
 }
 
-// The block of a head's rows from `start` on, of `length` in all.
-template <int WIDTH, int LD>
-METAL_FUNC void load_block(threadgroup T* tile, const device T* source, constant long* strides,
-                           int start, int length, uint thread_index) {
-  load_tile<BLOCK, WIDTH, LD>(tile, source + start * strides[2], strides[2], strides[3],
-                              length - start, int(thread_index));
-}
-
 // The block of keys from `start` on, and their values.
-METAL_FUNC void load_keys(threadgroup T* key_tile, threadgroup T* value_tile, const device T* key,
-                          const device T* value, int start, constant long* p, uint thread_index) {
+template <typename Keys, typename Values>
+METAL_FUNC void load_keys(threadgroup T* key_tile, threadgroup T* value_tile, Keys key,
+                          Values value, int start, constant long* p, uint thread_index) {
   const int keys = int(p[KEYS]);
   load_block<HEAD_DIM, HEAD_LD>(key_tile, key, p + KEY_STRIDES, start, keys, thread_index);
   load_block<VALUE_DIM, VALUE_LD>(value_tile, value, p + VALUE_STRIDES, start, keys, thread_index);
 }
 
 // Two neighbours of a row, zero where there are none.
-template <int WIDTH>
-METAL_FUNC T2 load_pair(const device T* row, int column, long stride, bool valid) {
+template <int WIDTH, typename Row>
+METAL_FUNC T2 load_pair(Row row, int column, long stride, bool valid) {
+  T2 pair = T2(T(0));
 #if PACKED
-  T2 pair = T2(T(0));
-  if (valid && column < WIDTH) pair = *reinterpret_cast<const device T2*>(row + column);
-  return pair;
+  if (valid && column < WIDTH) pair = values_at<2>(row, column);
 #else
-  T2 pair = T2(T(0));
-  if (valid && column < WIDTH) pair.x = row[column * stride];
-  if (valid && column + 1 < WIDTH) pair.y = row[(column + 1) * stride];
-  return pair;
+  if (valid && column < WIDTH) pair.x = value_at(row, column, stride);
+  if (valid && column + 1 < WIDTH) pair.y = value_at(row, column + 1, stride);
 #endif
+  return pair;
 }
 
 template <int WIDTH>
@@ -155,11 +147,6 @@ METAL_FUNC int row_block_of(uint index, constant long* p) {
 #else
   return int(index);
 #endif
-}
-
-// Where head `head` of batch entry `batch` begins in a tensor with these strides.
-METAL_FUNC long plane(constant long* strides, int batch, int head) {
-  return batch * strides[0] + head * strides[1];
 }
 
 METAL_FUNC int clipped(long x, long end) {
@@ -233,12 +220,13 @@ METAL_FUNC bool is_hidden(int row, int key, constant long* p) {
   return key >= int(p[KEYS]);
 }
 
-// The scores of eight rows in registers, from `first_row` on, and the keys of a tile.
+// The scores of eight rows in registers, from `first_row` on, and the keys of a tile. `common` is
+// the part of a row's products that is the same for every key and that the tile does not have.
 METAL_FUNC void scores_of(thread float2* scores, thread const T2* q, const threadgroup T* key_tile,
-                          int first_row, int start, short2 at, bool edge,
+                          float common, int first_row, int start, short2 at, bool edge,
                           const device MASK_TYPE* mask, constant long* p, constant float* f) {
   UNROLL
-  for (int j = 0; j < BLOCK_FRAGMENTS; j++) scores[j] = float2(0.0f);
+  for (int j = 0; j < BLOCK_FRAGMENTS; j++) scores[j] = float2(common);
   UNROLL
   for (int d = 0; d < HEAD_FRAGMENTS; d++) {
     const float2 left = float2(q[d]);

@@ -7,30 +7,44 @@
 #define TOGETHER (HEAD_LANES + VALUE_LANES > 8 ? 1 : 4)  // keys, so that their loads overlap
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void attention_runs(
-    const device T* query [[buffer(0)]], const device T* key [[buffer(1)]],
-    const device T* value [[buffer(2)]], device float* sums [[buffer(3)]],
+    const device QUERY_TYPE* query [[buffer(0)]], const device KEY_TYPE* key [[buffer(1)]],
+    const device VALUE_TYPE* value [[buffer(2)]], device float* sums [[buffer(3)]],
     device float* tops [[buffer(4)]], device float* totals [[buffer(5)]],
     const device MASK_TYPE* mask [[buffer(6)]], const device int* seed [[buffer(7)]],
     constant long* p [[buffer(8)]], constant float* f [[buffer(9)]],
+#if QUANTISED
+    constant long* g [[buffer(10)]], const device float* query_scales [[buffer(11)]],
+    const device char* query_zeros [[buffer(12)]], const device float* key_scales [[buffer(13)]],
+    const device char* key_zeros [[buffer(14)]], const device float* value_scales [[buffer(15)]],
+    const device char* value_zeros [[buffer(16)]], const device float* key_mean [[buffer(17)]],
+#endif
     uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   const int batch = int(group.z), kv_head = int(group.y), length = int(p[ROWS]);
   const int run = int(group.x) * SIMDGROUPS + int(simdgroup);
   if (run >= p[RUNS]) return;
   const int first_head = kv_head * int(p[GROUP]);
-  key += plane(p + KEY_STRIDES, batch, kv_head);
-  value += plane(p + VALUE_STRIDES, batch, kv_head);
+  const auto keys = KEY_HEAD(batch, kv_head);
+  const auto values = VALUE_HEAD(batch, kv_head);
+#if SMOOTHED
+  key_mean += plane(g + MEAN_STRIDES, batch, kv_head);
+#endif
 
   float q[DECODE_ROWS][HEAD_LANES], o[DECODE_ROWS][VALUE_LANES];
   float top[DECODE_ROWS], total[DECODE_ROWS];
+  float common[DECODE_ROWS];  // this lane's part of what a row's product with every key has
   UNROLL
   for (int r = 0; r < DECODE_ROWS; r++) {
-    const device T* row = query + plane(p + QUERY_STRIDES, batch, first_head + r / length) +
-                          r % length * p[QUERY_STRIDES + 2];
+    const auto row = row_at(QUERY_HEAD(batch, first_head + r / length), r % length,
+                            p[QUERY_STRIDES + 2]);
+    common[r] = 0.0f;
     UNROLL
     for (int e = 0; e < HEAD_LANES; e++) {
       const int d = 32 * e + int(lane);
-      q[r][e] = d < HEAD_DIM ? float(row[d * p[QUERY_STRIDES + 3]]) : 0.0f;
+      q[r][e] = d < HEAD_DIM ? float(value_at(row, d, p[QUERY_STRIDES + 3])) : 0.0f;
+#if SMOOTHED
+      if (d < HEAD_DIM) common[r] += q[r][e] * key_mean[d * g[MEAN_STRIDES + 2]];
+#endif
     }
     UNROLL
     for (int e = 0; e < VALUE_LANES; e++) o[r][e] = 0.0f;
@@ -46,17 +60,20 @@
     UNROLL
     for (int i = 0; i < TOGETHER; i++) {
       const bool there = start + i < end;
-      const device T* from = key + (start + i) * p[KEY_STRIDES + 2];
+      const int j = min(start + i, end - 1);
+      const auto key_row = row_at(keys, j, p[KEY_STRIDES + 2]);
       UNROLL
       for (int e = 0; e < HEAD_LANES; e++) {
         const int d = 32 * e + int(lane);
-        k[i][e] = there && d < HEAD_DIM ? float(from[d * p[KEY_STRIDES + 3]]) : 0.0f;
+        const bool inside = there && d < HEAD_DIM;
+        k[i][e] = inside ? float(value_at(key_row, d, p[KEY_STRIDES + 3])) : 0.0f;
       }
-      from = value + (start + i) * p[VALUE_STRIDES + 2];
+      const auto value_row = row_at(values, j, p[VALUE_STRIDES + 2]);
       UNROLL
       for (int e = 0; e < VALUE_LANES; e++) {
         const int d = 32 * e + int(lane);
-        v[i][e] = there && d < VALUE_DIM ? float(from[d * p[VALUE_STRIDES + 3]]) : 0.0f;
+        const bool inside = there && d < VALUE_DIM;
+        v[i][e] = inside ? float(value_at(value_row, d, p[VALUE_STRIDES + 3])) : 0.0f;
       }
     }
     UNROLL
@@ -70,7 +87,7 @@
       float score[TOGETHER], next = top[r], slope;
       UNROLL
       for (int i = 0; i < TOGETHER; i++) {
-        float product = 0.0f;
+        float product = common[r];
         UNROLL
         for (int e = 0; e < HEAD_LANES; e++) product += q[r][e] * k[i][e];
         score[i] = score_of(simd_sum(product), row, start + i, head_mask, p, f, slope);
