@@ -372,6 +372,7 @@ def test_source_is_ascii_and_whole() -> None:
         "common.h",
         "decode.metal",
         "forward.metal",
+        "operands.h",
     ]
     for file in ("forward.metal", "backward.metal", "decode.metal"):
         text = source(file, Specialisation(torch.float16, 64, 64, decode_rows=4))

@@ -68,8 +68,8 @@ def barriers() -> Iterator[Mutant]:
 
 SHIFTED = (
     *places("common.h", "tile[row * LD + column] =", "tile[row * LD + column + 1] ="),
-    *places("common.h", "row * row_stride + column * column_stride", "(row + 1) * row_stride"),
-    *places("common.h", "row[(column + 1) * stride];", "row[(column + 2) * stride];"),
+    *places("operands.h", "return head + row * stride;", "return head + (row + 1) * stride;"),
+    *places("common.h", "value_at(row, column + 1, stride)", "value_at(row, column + 2, stride)"),
     *places("common.h", "(8 * j + at.x) * HEAD_LD", "(8 * j + at.x + 1) * HEAD_LD"),
     *places("forward.metal", "(8 * j + at.y) * VALUE_LD", "(8 * j + at.y + 1) * VALUE_LD"),
     *places("backward.metal", "(8 * j + at.x) * VALUE_LD", "(8 * j + at.x + 1) * VALUE_LD"),
@@ -77,12 +77,12 @@ SHIFTED = (
     *places("backward.metal", "delta_tile[column]", "delta_tile[column + 1]"),
     *places("backward.metal", "norm_tile[column]", "norm_tile[column + 1]"),
     *places("forward.metal", "words[(8 * j + at.y) * 4", "words[(8 * j + at.y) * 4 + 1"),
-    *places("decode.metal", "key + (start + i)", "key + (start + i + 1)"),
+    *places("decode.metal", "row_at(keys, j, ", "row_at(keys, j + 1, "),
     *places("decode.metal", "sums[i * VALUE_DIM + d]", "sums[i * VALUE_DIM + d + 1]"),
 )
 UNCHECKED = (
-    *places("common.h", "row < rows && column < WIDTH", "column < WIDTH"),
-    *places("common.h", "row < rows && column < WIDTH", "row < rows"),
+    *places("common.h", "start + row < length && column < WIDTH", "column < WIDTH"),
+    *places("common.h", "start + row < length && column < WIDTH", "start + row < length"),
     *places("common.h", "valid && column < WIDTH", "column < WIDTH"),
     *places("common.h", "valid && column + 1 < WIDTH", "valid"),
     *places("common.h", "if (column + 1 < WIDTH)", "if (true)"),
@@ -108,9 +108,9 @@ FORGOTTEN = (
     *places("backward.metal", "bool idle = !simd_any(coarse)", "bool idle = !coarse"),
 )
 SPACES = (
-    *places("common.h", "load_tile(threadgroup T* tile", "load_tile(device T* tile"),
+    *places("common.h", "load_block(threadgroup T* tile", "load_block(device T* tile"),
     *places("common.h", "across(const threadgroup T*", "across(const device T*"),
-    *places("common.h", "plane(constant long*", "plane(device long*"),
+    *places("operands.h", "plane(constant long*", "plane(device long*"),
     *places("backward.metal", "threadgroup uint* words", "thread uint* words"),
 )
 SHORTENED = tuple(
@@ -135,12 +135,12 @@ class MutatingRuntime(EmulatedRuntime):
     def compile(self, text: str) -> Any:
         if self._mutant is not None:
             original = (KERNELS / self._mutant.file).read_text()
-            own, changed = (
-                whole.split('#include "common.h"\n')[-1]
+            pieces = [
+                re.split(r'#include ".*"\n', whole)
                 for whole in (original, self._mutant.apply(original))
-            )
-            assert own != changed
-            text = text.replace(own, changed)
+            ]
+            (changed,) = [pair for pair in zip(*pieces, strict=True) if pair[0] != pair[1]]
+            text = text.replace(*changed)
         return super().compile(text)
 
 

@@ -271,9 +271,9 @@ def narrowed(file: str, stride: str, only: int = 0) -> Mutant:
 
 
 NARROWED = (
-    (Distant(1), *places("common.h", "long plane(", "int plane(")),
-    (Distant(2), *places("common.h", "source, long row_stride", "source, int row_stride")),
-    (Distant(3), *places("common.h", "long column_stride", "int column_stride")),
+    (Distant(1), *places("operands.h", "long plane(", "int plane(")),
+    (Distant(2), *places("operands.h", "int row, long stride", "int row, int stride", 0)),
+    (Distant(3), *places("operands.h", "int column, long stride", "int column, int stride", 0)),
     (Distant(3), *places("common.h", "long stride, bool valid", "int stride, bool valid")),
     (Distant(2), narrowed("common.h", "p[MASK_STRIDES + 2]")),
     (Distant(2), narrowed("forward.metal", "p[QUERY_STRIDES + 2]")),

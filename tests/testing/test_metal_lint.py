@@ -12,7 +12,13 @@ from orchard.attention.problem import Band, Options, Tensors, Upstream, describe
 from orchard.backends.metal import MetalBackend, capability
 from orchard.backends.metal.source import source
 from orchard.testing.metal.launch_lint import Recorder, check_launch
-from orchard.testing.metal.lint import check, signatures, sizes, specialisations
+from orchard.testing.metal.lint import (
+    check,
+    signatures,
+    sizes,
+    specialisations,
+    stored_specialisations,
+)
 
 pytestmark = pytest.mark.metal
 
@@ -183,6 +189,16 @@ def test_every_specialisation() -> None:
         found.update((file, str(finding)) for finding in check(source(file, made)))
     assert found == set()
     assert count == 480 + 1920 + 768
+
+
+def test_every_specialisation_in_few_bits() -> None:
+    """Each storage of an operand, and each option with one of them."""
+    found, count = set(), 0
+    for file, made in stored_specialisations():
+        count += 1
+        found.update((file, str(finding)) for finding in check(source(file, made)))
+    assert found == set()
+    assert count == 160 + 80 + 2 * 7
 
 
 @pytest.mark.parametrize("step", [64, pytest.param(16, marks=pytest.mark.slow)])

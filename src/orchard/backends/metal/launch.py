@@ -347,7 +347,8 @@ def _strides(problem: Problem) -> dict[str, Shape]:
 
 def _some(*tensors: Tensor) -> Tensor:
     """The first tensor with memory: a kernel does not touch what stands for an empty one."""
-    return next((tensor for tensor in tensors if tensor.numel()), tensors[0].new_empty(1))
+    found = next((tensor for tensor in tensors if tensor.numel()), None)
+    return tensors[0].new_empty(1) if found is None else found
 
 
 def _bound(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
