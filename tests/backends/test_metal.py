@@ -51,7 +51,7 @@ from orchard.testing import metal_counters
 from orchard.testing.budget import GRADIENT_FACTOR, Results, judge
 from orchard.testing.conformance import CASES, Case, check
 from orchard.testing.metal import SCHEDULES, Emulator
-from orchard.testing.metal.lint import specialisations
+from orchard.testing.metal.lint import specialisations, stored_specialisations
 
 emulated = pytest.mark.usefixtures("metal_compiler")
 pytestmark = pytest.mark.metal
@@ -401,6 +401,7 @@ def test_the_docs_count_right() -> None:
     assert f"{len(SERVED)} of {len(CASES)} conformance cases pass" in text
     assert f"the other {unserved} are fp64" in text
     assert f"all {sum(1 for _ in specialisations())} kinds of source" in text
+    assert f"over {sum(1 for _ in stored_specialisations())} with operands in few bits" in text
 
 
 # The Python around them, on a fake runtime

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -69,36 +70,44 @@ def backend(
 
 
 class Kind(NamedTuple):
-    """Formats, head dimensions and options; a specialisation of its own."""
+    """Head dimensions, formats and options; a specialisation of its own."""
 
-    config: QuantizationConfig
     dim: int
     value_dim: int
-    options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    config: QuantizationConfig
+    options: dict[str, Any]
     mask: str = ""
 
 
+INT4 = QuantizationConfig("int4", "int4", "int4")
 KINDS = {
-    "int8 blocks, smoothed": Kind(QuantizationConfig(), 24, 12),
+    "int8 blocks, smoothed": Kind(24, 12, QuantizationConfig(), {}),
     "int8 asymmetric blocks of heads": Kind(
+        21,
+        11,
         QuantizationConfig(symmetric=False, head_block_size=2, key_block_size=7),
-        *(21, 11, {"causal": True}, "bool"),
+        {"causal": True},
+        "bool",
     ),
-    "int4 rows": Kind(
-        QuantizationConfig("int4", "int4", "int4", granularity="row"),
-        *(20, 8, {"softcap": 3.0, "window": (9, 50)}),
-    ),
+    "int4 rows": Kind(20, 8, replace(INT4, granularity="row"), {"softcap": 3.0, "window": (9, 50)}),
     "int4 asymmetric by tensor": Kind(
-        QuantizationConfig("int4", "int4", "int4", symmetric=False, granularity="tensor"),
-        *(13, 7, {"dropout_p": 0.25}, "additive"),
+        13,
+        7,
+        replace(INT4, symmetric=False, granularity="tensor"),
+        {"dropout_p": 0.25},
+        "additive",
     ),
     "bf16 query, int8 key, int4 value": Kind(
+        16,
+        20,
         QuantizationConfig("bf16", "int8", "int4", smooth_key=False),
-        *(16, 20, {"causal": "bottom_right"}),
+        {"causal": "bottom_right"},
     ),
     "hybrid int4 query, fp16 key, asymmetric int8 value": Kind(
+        12,
+        4,
         QuantizationConfig("int4", "fp16", "int8", symmetric=False, granularity="hybrid"),
-        *(12, 4, {"scale": -0.3}),
+        {"scale": -0.3},
     ),
 }
 ROWS = {"tiles": (13, 45), "decode": (2, 90)}  # rows and keys; two query heads share a key head
@@ -126,7 +135,7 @@ def mask_of(kind: str, rows: int, keys: int) -> Tensor | None:
 
 def call_of(name: str, path: str) -> tuple[list[Tensor], dict[str, Any]]:
     """The operands of a kind, and its configuration and options."""
-    config, dim, value_dim, options, mask = KINDS[name]
+    dim, value_dim, config, options, mask = KINDS[name]
     rows, keys = ROWS[path]
     more = {"config": config, "backend": NAME, "mask": mask_of(mask, rows, keys)}
     return operands(rows, keys, dim, value_dim), {**options, **more}
@@ -401,6 +410,15 @@ class TestReasons:
         assert plan.engine.name == "dequantise"
         assert [reason.code for reason in dict(plan.rejected)[NAME]] == ["head_dim"]
 
+    @emulated
+    def test_wrong_values(self) -> None:
+        """The probe of the kernels on levels notices what that of the others does not."""
+        (mutant,) = places("operands.h", "(bits ^ 8) - 8", "bits")
+        broken = MetalEmulatedBackend(MutatingRuntime(mutant))
+        assert broken.unavailable(broken.capabilities[0], torch.device("cpu")) is None
+        (reason,) = broken.stored_reasons(stored_operands("tiles"), None, Options(0.2))
+        assert reason == ("unavailable", "its probe computed wrong values", "")
+
     def test_a_source_that_does_not_compile(
         self, fresh_planner: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -483,6 +501,12 @@ MUTANTS = (
     *places("forward.metal", "common = row_sum(common);", ""),
     *places("decode.metal", "float product = common[r];", "float product = 0.0f;"),
 )
+
+
+@pytest.mark.docs
+def test_the_docs_count_right() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs/metal.md").read_text().split())
+    assert f"{len(MUTANTS)} of {len(MUTANTS)} in how operands in few bits" in text
 
 
 @emulated

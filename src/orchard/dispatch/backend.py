@@ -345,20 +345,20 @@ class Backend(ABC):
         problem = describe(tensors, options, lse=capability.lse)
         saved = self.forward(problem, capability.kernel, tensors)
         expected = attend(exact, options)
-        right = _near(saved.out, expected.out)
+        right = near(saved.out, expected.out)
         if capability.lse:
-            right = right and _near(saved.lse, expected.lse)
+            right = right and near(saved.lse, expected.lse)
         if "backward" in capability.stages:
             grad_out = by_out.to(tensors.query)
             problem = describe(tensors, options, stage="backward", grad_out=grad_out, grad=True)
             upstream = Upstream(grad_out, None)
             found = self.backward(problem, capability.kernel, tensors, saved, upstream)
             known = gradients(exact, options, Upstream(by_out, None))
-            right = right and all(map(_near, found[:3], known[:3]))
+            right = right and all(map(near, found[:3], known[:3]))
         return right
 
 
-def _near(actual: Tensor, expected: Tensor) -> bool:
+def near(actual: Tensor, expected: Tensor) -> bool:
     """Whether a probe's values are those, allowing for any dtype's precision."""
     limit = 0.05 * float(expected.abs().max())
     return torch.allclose(actual.double().cpu(), expected, rtol=0.0, atol=limit)

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from orchard.attention.problem import Gradients, Options, Problem, Saved, Tensors, Upstream
+from orchard.attention.problem import (
+    Gradients,
+    Options,
+    Problem,
+    Saved,
+    Tensors,
+    Upstream,
+    default_scale,
+)
+from orchard.attention.reference import attend
 from orchard.backends.metal.launch import (
     BackwardKind,
     forward_kernels,
@@ -25,9 +35,12 @@ from orchard.backends.metal.quantized import (
 )
 from orchard.backends.metal.runtime import MetalRuntime, TorchRuntime
 from orchard.backends.metal.source import MASK_TYPES, TYPES, Library, MetalCompileError
-from orchard.dispatch.backend import Backend, Capability, Reason
+from orchard.backends.metal.stored_probe import probe_case
+from orchard.dispatch.backend import Backend, Capability, Reason, near
 from orchard.dispatch.known import Known
 from orchard.text import one_line
+
+_STORED = "stored"  # the kernels on operands in few bits, which have a probe of their own
 
 
 def capability(device: str) -> Capability:
@@ -76,13 +89,25 @@ class MetalBackend(Backend):
             plan = self._backwards[kind]
             return run_backward(self.shaders, problem, plan, tensors, saved, upstream)
 
+    def _is_right(self, capability: Capability, device: torch.device, rows: int) -> bool:
+        if capability.kernel != _STORED:
+            return super()._is_right(capability, device, rows)
+        operands, exact = probe_case(rows, device)
+        options = Options(default_scale(exact.query.shape[3]))
+        saved = self.forward_stored(operands, None, None, options)
+        return all(map(near, saved, attend(exact, options)))
+
     def stored_reasons(
         self, operands: StoredOperands, mask: Tensor | None, options: Options
     ) -> tuple[Reason, ...]:
-        """Why `forward_stored` cannot serve what `forward` serves: its source does not compile."""
+        """Why `forward_stored` cannot serve what `forward` serves."""
         stored = describe_stored(operands, mask, options)
         if is_empty(stored.problem):
             return ()
+        kernel = replace(self.capabilities[0], kernel=_STORED)
+        unavailable = self.unavailable(kernel, stored.problem.device)
+        if unavailable is not None:
+            return (unavailable,)
         try:
             with self.runtime.lock:
                 forward_kernels(self.shaders, self._stored[stored])
