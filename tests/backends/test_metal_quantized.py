@@ -173,6 +173,14 @@ def test_formats_and_options(name: str, path: str, backend: MetalEmulatedBackend
 
 @emulated
 @pytest.mark.parametrize("path", ROWS)
+@pytest.mark.parametrize(("dim", "value_dim"), [(0, 8), (8, 0), (1, 3)])
+def test_narrow_heads(dim: int, value_dim: int, path: str, backend: MetalEmulatedBackend) -> None:
+    """Heads without an element, and those whose last byte holds one level."""
+    check(operands(*ROWS[path], dim, value_dim), config=INT4, backend=NAME)
+
+
+@emulated
+@pytest.mark.parametrize("path", ROWS)
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_cache(precision: Any, path: str, backend: MetalEmulatedBackend) -> None:
     """Keys and values in a cache's buffers, which have room behind every head."""
