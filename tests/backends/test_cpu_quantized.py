@@ -26,8 +26,8 @@ from orchard.quantization import (
     QuantizationConfig,
     cpu,
     explain,
+    kernel_calls,
     quantized_attention,
-    stored,
 )
 from orchard.quantization import formats as formats_module
 from orchard.quantization.formats import Format, encode
@@ -99,7 +99,7 @@ def check(
         out, lse = quantized_attention(
             *given, config=config, return_lse=True, generator=generator, **options
         )
-    settled = stored.settings_of(plan.call).options(*exact[:2])
+    settled = kernel_calls.settings_of(plan.call).options(*exact[:2])
     seed = draw_seed(torch.device("cpu"), Generator().manual_seed(SEED))
     tensors = Tensors(*exact, options.get("mask"), seed if settled.threshold else None)
     assert out.dtype == dtype
@@ -263,7 +263,7 @@ def test_gradients(isa: str, config: str, layout: Any) -> None:
     seed = draw_seed(torch.device("cpu"), Generator().manual_seed(SEED))
     tensors = Tensors(*exact, bias.detach(), seed)
     found = Results(out.detach(), lse.detach(), *grads)
-    settled = stored.settings_of(call).options(*exact[:2])
+    settled = kernel_calls.settings_of(call).options(*exact[:2])
     for comparison in budget.judge(found, tensors, settled, upstream, mask_grad=True):
         assert comparison.ok, comparison
 

@@ -25,8 +25,8 @@ from orchard.quantization import (
     QuantizationConfig,
     QuantizedPlan,
     QuantizedTensor,
-    cpu,
     explain,
+    kernel_calls,
     quantize,
     quantized_attention,
 )
@@ -143,10 +143,10 @@ def call_of(name: str, path: str) -> tuple[list[Tensor], dict[str, Any]]:
 
 def exact_tensors(plan: QuantizedPlan) -> tuple[Tensors, Options]:
     """What the call computes by its definition: the dequantised values, and settled options."""
-    settled = cpu.attention_plan(plan.call).problem.options
+    settled = kernel_calls.attention_plan(plan.call).problem.options
     query, key, value = (operand.stored.dequantize(torch.float32) for operand in plan.call[:3])
     seed = draw_seed(torch.device("cpu"), Generator().manual_seed(SEED))
-    mask = cpu.mask_of(plan.call)
+    mask = kernel_calls.mask_of(plan.call)
     return Tensors(query, key, value, mask, seed if settled.threshold else None), settled
 
 
@@ -400,7 +400,7 @@ class TestReasons:
         if code == "on_request":
             del options["backend"]
         plan = explain(*given, **{**options, "config": QuantizationConfig(**config)})
-        codes = [reason.code for reason in cpu.kernel_reasons(plan.call, NAME)]
+        codes = [reason.code for reason in kernel_calls.reasons(plan.call, NAME)]
         assert codes == [code]
         assert plan.engine.name != NAME
 

@@ -11,7 +11,7 @@ from orchard.attention.memory import Place, dense, following
 from orchard.attention.problem import Options, Saved
 from orchard.backends.cpu import native, quantized
 from orchard.dispatch.backend import Reason
-from orchard.quantization import stored
+from orchard.quantization import kernel_calls
 from orchard.quantization.config import OPERANDS
 from orchard.quantization.formats import QuantizedTensor
 
@@ -23,7 +23,7 @@ BACKEND = "cpu"
 
 def reasons(call: QuantizedCall) -> tuple[Reason, ...]:
     """Why the native kernels do not serve this call, all of them."""
-    found = list(stored.reasons(call, BACKEND))
+    found = list(kernel_calls.reasons(call, BACKEND))
     for name, operand in zip(OPERANDS, call[:3], strict=True):
         data = operand.stored.data
         if operand.stored.scales is not None and data.shape[3] > 1 and data.stride(3) != 1:
@@ -34,7 +34,7 @@ def reasons(call: QuantizedCall) -> tuple[Reason, ...]:
 
 def serve(call: QuantizedCall) -> tuple[Tensor, Tensor | None]:
     """The output and, where asked for, lse, on the graph of the operands' sources."""
-    return stored.serve_by(_attend, call)
+    return kernel_calls.serve_by(_attend, call)
 
 
 def _attend(
@@ -60,7 +60,7 @@ def _attend(
 
 def _place(call: QuantizedCall, dtype: torch.dtype) -> Place:
     """Memory for the output [B, H, S, Dv] in the order of the query, where that is a tensor."""
-    query = stored.four_axes(call.query.source, call.query.stored)
+    query = kernel_calls.four_axes(call.query.source, call.query.stored)
     shape = (*call.query.stored.data.shape[:3], call.value.stored.head_dim)
     return dense(shape, dtype) if query is None else following(shape, query.stride(), dtype)
 

@@ -13,7 +13,7 @@ from orchard.backends.metal import MetalBackend
 from orchard.backends.metal.quantized import StoredOperands
 from orchard.dispatch.backend import Reason
 from orchard.dispatch.planner import planner
-from orchard.quantization import stored
+from orchard.quantization import kernel_calls
 
 if TYPE_CHECKING:
     from orchard.quantization.engines import QuantizedCall
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 def reasons(name: str, call: QuantizedCall) -> tuple[Reason, ...]:
     """Why the kernels of this backend do not serve the call, all of them."""
-    found = stored.reasons(call, name)
+    found = kernel_calls.reasons(call, name)
     if found:
         return found
-    options = stored.attention_plan(call).problem.options
-    return _backend(name).stored_reasons(_operands(call), stored.mask_of(call), options)
+    options = kernel_calls.attention_plan(call).problem.options
+    return _backend(name).stored_reasons(_operands(call), kernel_calls.mask_of(call), options)
 
 
 def serve(name: str, call: QuantizedCall) -> tuple[Tensor, Tensor | None]:
     """The output in fp32 and, where asked for, lse, on the graph of the operands' sources."""
-    return stored.serve_by(partial(_attend, name), call)
+    return kernel_calls.serve_by(partial(_attend, name), call)
 
 
 def _attend(
