@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from orchard.serving.stream_pool import StreamPool
 
 OnFull = Literal["wait", "raise", "drop-oldest"]
 Collate = Literal["cat", "pad"] | tuple[Callable[[list[Any]], Any], Callable[[Any, list[Any]], Any]]
+_LONGEST = threading.TIMEOUT_MAX / 2  # seconds that a thread can wait for another
 _ON_FULL = ("wait", "raise", "drop-oldest")
 
 
@@ -134,6 +136,7 @@ class BatchQueue:
                 f"priority is {priority!r}; it must be an integer from {-HIGHEST_PRIORITY} to "
                 f"{HIGHEST_PRIORITY}"
             )
+        self._core.check_open()
         return self._core.submit(self._runner.parcel(x), self._runner, priority, deadline)
 
     def flush(self) -> None:
@@ -149,10 +152,15 @@ class BatchQueue:
 
         Waits for the workers, at most `timeout` seconds; what is not done then gets QueueClosed.
         """
-        if self._core.close(drain, timeout):
+        if timeout is not None and not (_is_seconds(timeout) and timeout >= 0):
+            raise ArgumentValueError(
+                f"timeout is {timeout!r}; it must be seconds, at least 0, or None"
+            )
+        may_wait = self._core.may_wait()
+        if self._core.close(drain, None if timeout is None else min(timeout, _LONGEST)):
             self._runner.close()
         if self._log is not None:
-            self._log.stop()
+            self._log.stop() if may_wait else self._log.end()
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +180,10 @@ def _check_count(name: str, value: int) -> None:
 
 
 def _is_seconds(value: object) -> bool:
-    return isinstance(value, int | float) and not math.isnan(value)
+    """Whether it is a number that a moment can be reckoned with."""
+    return (isinstance(value, float) and not math.isnan(value)) or (
+        isinstance(value, int) and abs(value) < 2**1000
+    )
 
 
 def _log(core: QueueCore, every: float) -> PeriodicLog:

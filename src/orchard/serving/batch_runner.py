@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from orchard.errors import ArgumentValueError, WorkerDied
+from orchard.serving import ending
 from orchard.serving.batching import Batching, Origin, OutputShapeError, Parcel
 from orchard.serving.lanes import Lane, open_lanes
 from orchard.text import one_line
@@ -97,7 +98,7 @@ class BatchRunner:
     def parcel(self, tree: Any) -> Parcel:
         """A request taken apart, with where it comes from; called by the submitter."""
         parcel = self._batching.parcel(tree)
-        device = self._accelerator(parcel)
+        device = self._accelerator([parcel])
         if device is not None:
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
             is_there = any(tensor.device == device for tensor in parcel.tensors)
@@ -110,9 +111,11 @@ class BatchRunner:
                 self._entries[device] = open_lanes(device, 1)[0]
             return self._entries[device]
 
-    def _accelerator(self, parcel: Parcel) -> torch.device | None:
-        """The one device other than the CPU that the request needs, if it needs one."""
-        devices = {tensor.device for tensor in parcel.tensors if not tensor.is_cpu}
+    def _accelerator(self, parcels: Sequence[Parcel]) -> torch.device | None:
+        """The one device other than the CPU that the requests need, if they need one."""
+        devices = {
+            tensor.device for parcel in parcels for tensor in parcel.tensors if not tensor.is_cpu
+        }
         if self._home is not None:
             strangers = devices - {self._home}
             if strangers:
@@ -178,23 +181,32 @@ class BatchRunner:
     def _run(self, parcels: Sequence[Parcel]) -> list[Any]:
         """Results whose data is ready."""
         self.check_mode()
-        with torch.no_grad(), self._lane(self._accelerator(parcels[0])) as lane:
+        with torch.no_grad(), self._lane(self._accelerator(parcels)) as lane:
             if lane is not None:
                 for parcel in parcels:
                     _take_over(parcel, lane)
             results = self._batching.run(self._function, parcels, self._moves_to)
             if lane is not None:
                 lane.record().synchronize()
+            else:
+                self._await(results)
         for result, parcel in zip(results, parcels, strict=True):
             if parcel.origin is not None and parcel.origin.stream is not None:
                 _hand_over(result, parcel.origin.stream)
         return results
 
+    def _await(self, results: list[Any]) -> None:
+        """Wait for what a function computed on a device that its requests do not name."""
+        leaves = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+        for device in {leaf.device for leaf in leaves if not leaf.is_cpu}:
+            self._entry(device).before().synchronize()
+            self._entry(device).synchronize()
+
     def _lane(self, device: torch.device | None) -> AbstractContextManager[Lane | None]:
         if self._pool is not None:
             return self._pool.stream()
         if device is None:
-            return nullcontext()
+            return ending.Stay()
         with self._lock:
             if device not in self._own_pools:
                 self._own_pools[device] = self._make_pool(device)

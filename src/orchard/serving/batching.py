@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -68,15 +69,35 @@ class Batching(Protocol):
         ...
 
 
+class Kinds:
+    """A number for each kind of request, so that comparing two runs no code of the caller's.
+
+    One that was forgotten gets another: its requests then meet in two batches instead of one.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._next = count()
+
+    def number(self, *kind: Hashable) -> int:
+        if len(self._numbers) >= _KINDS_REMEMBERED:
+            self._numbers.clear()
+        return self._numbers.setdefault(kind, next(self._next))
+
+
 class Concatenation:
     """Requests of one structure are concatenated along their first dimension."""
+
+    def __init__(self) -> None:
+        self._kinds = Kinds()
 
     def parcel(self, tree: Any) -> Parcel:
         if isinstance(tree, Tensor) and tree.dim() and tree.layout is torch.strided:
             return Parcel((tree,), _LEAF, tree.size(0), _kind(tree))
         leaves, spec = tree_flatten(tree)
         rows = _leading_rows(leaves)
-        return Parcel(tuple(leaves), spec, rows, (spec, *(_kind(leaf) for leaf in leaves)))
+        group = self._kinds.number(spec, *(_kind(leaf) for leaf in leaves))
+        return Parcel(tuple(leaves), spec, rows, group)
 
     def run(
         self, function: Function, parcels: Sequence[Parcel], device: torch.device | None
@@ -98,6 +119,7 @@ class Padding:
     """Dimension 1 may differ: it is filled up with zeros, and the function gets a mask."""
 
     def __init__(self) -> None:
+        self._kinds = Kinds()
         self._keeps: dict[Hashable, list[bool]] = {}  # which outputs keep dimension 1
         self._lock = threading.Lock()
 
@@ -112,7 +134,7 @@ class Padding:
             )
         length = sequences[0].size(1)
         kinds = (_kind(leaf, ragged=_is_ragged(leaf, length)) for leaf in leaves)
-        return Parcel(tuple(leaves), spec, rows, (spec, *kinds), length)
+        return Parcel(tuple(leaves), spec, rows, self._kinds.number(spec, *kinds), length)
 
     def run(
         self, function: Function, parcels: Sequence[Parcel], device: torch.device | None

@@ -18,10 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from orchard.dispatch.settings import logger
 from orchard.serving.registry import Registry
+from orchard.text import one_line
 
 _PATIENCE = 60.0  # seconds for work in progress; then the process ends as it can
 _STAY = 5.0  # seconds for the process to end; a handler that joins the thread gets it back then
@@ -68,6 +71,7 @@ _here = _Here()
 _ender = 0  # the thread in which the interpreter ends, once it does
 _forks = 0  # threads that are about to fork; others do not enter lanes meanwhile
 _fork_ended = threading.Condition()
+_restless: frozenset[int] = frozenset()  # threads that ran on while a fork waited for them
 
 
 def watch(employer: Employer) -> None:
@@ -95,6 +99,16 @@ def leave() -> None:
     _hold_back(visit)
 
 
+class Stay(AbstractContextManager[None]):
+    """A block in which the calling thread works as in a lane."""
+
+    def __enter__(self) -> None:
+        enter()
+
+    def __exit__(self, *_: object) -> None:
+        leave()
+
+
 def _hold_back(visit: _Visit) -> None:
     """Keep a thread, once, out of an interpreter that is about to end."""
     if not _ender or visit.thread == _ender or visit.held_back:
@@ -109,7 +123,10 @@ def _end() -> None:
     global _ender
     employers = list(_employers)
     for employer in employers:
-        employer.dismiss()
+        try:
+            employer.dismiss()
+        except BaseException as error:  # of a callback; the others are dismissed all the same
+            logger.error("at the end of the interpreter %s", one_line(error))
     end = time.monotonic() + _PATIENCE
     for employer in employers:
         employer.wait_until_idle(max(0.0, end - time.monotonic()))
@@ -171,6 +188,18 @@ def _strangers_at_work() -> list[int]:
     return [task for task in tasks if task not in known and _doing(task)[:1] == ["R"]]
 
 
+def _await_strangers() -> None:
+    """Wait for threads that Python does not know, but not again for one that was in vain."""
+    global _restless
+    fresh = [n for n in _strangers_at_work() if n not in _restless]
+    _await(
+        lambda: [n for n in _strangers_at_work() if n in fresh],
+        time.monotonic() + _STRANGERS_PATIENCE,
+        _FORK_LOOK,
+    )
+    _restless = frozenset(_strangers_at_work())
+
+
 def _before_fork() -> None:
     """Let the threads that are in lanes leave them, for a while, and nobody in."""
     global _forks
@@ -187,7 +216,7 @@ def _before_fork() -> None:
         return [visit.native_id for visit in inside if visit is not own and not visit.forks]
 
     _await(others, time.monotonic() + _FORK_PATIENCE, _FORK_LOOK)
-    _await(_strangers_at_work, time.monotonic() + _STRANGERS_PATIENCE, _FORK_LOOK)
+    _await_strangers()
 
 
 def _after_fork_in_parent() -> None:

@@ -169,7 +169,7 @@ class Ledger:
 
     def _sweep(self) -> None:
         """A thread gives back by itself, unless something keeps what it left behind."""
-        for lease in [lease for lease in self._held if not lease.thread.is_alive()]:
+        for lease in [lease for lease in list(self._held) if not lease.thread.is_alive()]:
             self._end(lease)
 
     def activate(self, lease: Lease, also_closed: bool) -> int:

@@ -183,8 +183,9 @@ class PeriodicLog:
             logger.info("%s: %s", self._name, self._stats())
 
     def end(self) -> None:
-        """Let the thread end, without waiting for it."""
-        self._over.set()
+        """Let the thread end, without waiting for it; in a forked process there is none."""
+        if os.getpid() == self._process:
+            self._over.set()
 
     def stop(self) -> None:
         """End it with a last line; no thread is left. In a forked process nothing has to end."""

@@ -2,7 +2,11 @@
 
 All state is guarded by one lock, and the conditions are on it. Nothing of the caller's (function,
 collate, callbacks of futures) is ever called with it held: what a thread decides under the lock
-it announces after it has left it.
+it announces after it has left it. The main thread leaves that to a thread of the queue's.
+
+Ctrl-C may raise at any point of the main thread. So a change of the state is marked while it is
+under way, `_unsettled` has every request from its first moment to its last, and whoever finds a
+change that was broken off puts each request where it belongs.
 """
 
 from __future__ import annotations
@@ -12,14 +16,15 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from orchard.dispatch.settings import logger
 from orchard.errors import (
     DeadlineExceeded,
     ForkedProcessError,
+    OrchardError,
     QueueClosed,
     QueueFull,
     WorkerDied,
@@ -64,13 +69,6 @@ class Load(NamedTuple):
     parcels: list[Parcel]
 
 
-class Verdict(NamedTuple):
-    """An outcome that has been decided and not yet announced."""
-
-    request: Request
-    outcome: Outcome
-
-
 @dataclass(eq=False)
 class Worker:
     """A thread's place; `batch` is what it runs now."""
@@ -85,19 +83,21 @@ class Worker:
 
 
 class _Announcement:
-    """Announces at its end the verdicts that were collected meanwhile, under the lock inside."""
+    """Announces at its end what was settled meanwhile, under the lock inside."""
 
-    __slots__ = ("_core", "_verdicts")
+    __slots__ = ("_core", "_settled")
 
     def __init__(self, core: QueueCore) -> None:
         self._core = core
-        self._verdicts: list[Verdict] = []
+        self._settled: list[Request] = []
 
-    def __enter__(self) -> list[Verdict]:
-        return self._verdicts
+    def __enter__(self) -> list[Request]:
+        return self._settled
 
-    def __exit__(self, *_: object) -> None:
-        self._core._announce(self._verdicts)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._core._mend_if_torn(self._settled)
+        self._core._announce(self._settled)
 
 
 class QueueCore:
@@ -117,46 +117,86 @@ class QueueCore:
         self._batches_in_memory = 0  # since the limit last changed
         self._last_number = 0
         self._flushed = 0  # requests up to this number wait for no company
+        self._torn = False  # a change of the state is under way, or was broken off
+        self._unannounced: list[Request] = []  # settled by the main thread
         self._closed = False
+        self._dismissed = False  # closed, and nothing more is run
         self._forked = False
         self._workers: list[Worker] = []
-        self._timekeeper: threading.Thread | None = None
+        self._clerk: threading.Thread | None = None
         self._make_locks()
         _cores.add(self)
         ending.watch(self)
 
     def _make_locks(self) -> None:
-        # Reentrant, because a garbage collection under the lock may run `abandon`.
+        # Reentrant, because a signal handler or a finalizer may come in between and close.
         self._lock = threading.RLock()
+        lock: Any = self._lock
+        self._is_inside: Callable[[], bool] = lock._is_owned  # as threading.Condition asks it
         self._work = threading.Condition(self._lock)  # there may be a batch for a worker
         self._time = threading.Condition(self._lock)  # there may be a sooner deadline
         self._announced = threading.Condition(self._lock)  # requests have their outcome
 
-    # Deciding and announcing
+    # Changing the state, and announcing what was decided
 
-    def _announce(self, verdicts: list[Verdict]) -> None:
-        if not verdicts:
-            return
-        interruption: BaseException | None = None
-        for request, outcome in verdicts:
+    def _begin_change(self, settled: list[Request]) -> None:
+        """To be called first under the lock; takes over what a broken change had settled."""
+        if self._torn:
+            self._mend(settled)
+        self._torn = True
+
+    def _end_change(self, settled: list[Request]) -> None:
+        """To be called last under the lock, or before waiting there."""
+        if settled and threading.current_thread() is threading.main_thread():
+            self._unannounced += settled
             try:
-                if outcome.error is None:
-                    request.set_result(outcome.value)
-                else:
-                    request.set_exception(outcome.error)
-            except InvalidStateError:  # the holder of the future has filled it
-                continue
-            except BaseException as error:  # of a callback; futures pass over mere Exceptions
-                interruption = error
-        self._forget(verdict.request for verdict in verdicts)
-        if interruption is not None and not self._is_own_thread():
-            raise interruption
-        if interruption is not None:
-            logger.error("a callback of a future raised %s", one_line(interruption))
+                self._hire_clerk()
+                self._time.notify()
+            except RuntimeError:  # no thread to be had
+                settled[:] = self._unannounced
+                self._unannounced.clear()
+            else:
+                settled.clear()
+        self._torn = False
 
-    def _forget(self, requests: Iterable[Request]) -> None:
+    def _mend_if_torn(self, settled: list[Request]) -> None:
+        if self._is_inside():
+            return
         with self._lock:
-            for request in requests:
+            if self._torn:
+                self._begin_change(settled)
+                self._work.notify_all()
+                self._end_change(settled)
+
+    def _mend(self, settled: list[Request]) -> None:
+        """Put every request where its place says that it is."""
+        running = {request for worker in self._workers for request in worker.batch}
+        self._pending, self._deadlines = Pending(), Deadlines()
+        self._waiting = OrderedDict()
+        self._unannounced.clear()
+        for request in list(self._unsettled.values()):
+            if request.place is Place.SETTLED:
+                settled.append(request)
+            elif request in running:
+                continue
+            elif request.place is Place.RUNNING:
+                self._settle(request, Outcome(error=WorkerDied("the request was lost")), settled)
+            else:
+                request.place = Place.WAITING
+                self._waiting[request.number] = request
+                self._deadlines.add(request)
+        self._admit()
+
+    def _announce(self, settled: list[Request]) -> None:
+        if not settled:
+            return
+        for request in settled:
+            try:
+                request.announce()
+            except BaseException as error:  # of a callback; futures pass over mere Exceptions
+                logger.error("a callback of a future raised %s", one_line(error))
+        with self._lock:
+            for request in settled:
                 self._unsettled.pop(request.number, None)
             self._announced.notify_all()
 
@@ -166,35 +206,39 @@ class QueueCore:
             self._pending.remove(request)
         else:
             self._waiting.pop(request.number)
-        return self._begin(request, Place.SETTLED)
+        return self._begin(request)
 
-    def _begin(self, request: Request, place: Place) -> bool:
-        """Make a request that was taken out run or settled; False if it was cancelled."""
+    def _begin(self, request: Request) -> bool:
+        """Let a request that was taken out run; False if it was cancelled."""
         if request.deadline is not None:
             self._deadlines.discard(request)
         request.let_go()
         try:
-            wanted = request.set_running_or_notify_cancel()
+            # It runs already where a change was broken off just here.
+            wanted = request.running() or request.set_running_or_notify_cancel()
         except RuntimeError:  # the holder of the future has filled it
             wanted = False
-        if not wanted:
+        if wanted:
+            request.place = Place.RUNNING
+        else:
+            request.settle(None)
             self._record.counts.cancelled += 1
             self._unsettled.pop(request.number, None)
             self._announced.notify_all()
-        if wanted and place is Place.RUNNING:
-            request.place = place
-        else:
-            request.settle()
         return wanted
 
-    def _close_out(self, requests: Iterable[Request], verdicts: list[Verdict], why: str) -> None:
+    def _refuse(self, request: Request, error: OrchardError, settled: list[Request]) -> bool:
+        """Settle a request that has not run to its end; False if it was cancelled."""
+        if request.place is not Place.RUNNING and not self._withdraw(request):
+            return False
+        request.settle(Outcome(error=error))
+        settled.append(request)
+        return True
+
+    def _close_out(self, requests: Iterable[Request], settled: list[Request], why: str) -> None:
         for request in requests:
-            if request.place is Place.RUNNING:
-                request.settle()
-            elif not self._withdraw(request):
-                continue
-            self._record.counts.closed += 1
-            verdicts.append(Verdict(request, Outcome(error=QueueClosed(why))))
+            if self._refuse(request, QueueClosed(why), settled):
+                self._record.counts.closed += 1
 
     # Submitting
 
@@ -202,44 +246,53 @@ class QueueCore:
         self, parcel: Parcel, runner: BatchRunner, priority: int, deadline: float | None
     ) -> Request:
         """Accept a request, hold it back, or refuse it; never blocks."""
-        with _Announcement(self) as verdicts, self._lock:
-            self._check_process()
-            if self._closed:
-                raise QueueClosed("the queue is closed")
+        if self._is_inside():
+            raise RuntimeError(
+                "submit was called by a signal handler or a finalizer that came in the middle of "
+                "another call of this queue"
+            )
+        with _Announcement(self) as settled, self._lock:
+            self.check_open()
             full = len(self._pending) >= self._limits.max_pending
             if full and self._limits.on_full == "raise":
                 self._record.counts.rejected += 1
                 raise QueueFull(f"the queue holds max_pending={len(self._pending)} requests")
             if deadline is not None:
-                self._start_timekeeper()
+                self._hire_clerk()
+            self._begin_change(settled)
             number = self._last_number = self._last_number + 1
             now = self._clock.now()
             moment = None if deadline is None else now + deadline
             request = Request(number, parcel, runner, priority, now, moment, self._cancelled)
-            self._record.counts.submitted += 1
             self._unsettled[number] = request
-            if full or self._waiting:
-                self._waiting[number] = request
-            else:
-                self._accept(request)
             if moment is not None:
                 self._deadlines.add(request)
                 if moment == self._deadlines.next():
                     self._time.notify()
+            if full or self._waiting:
+                self._waiting[number] = request
+            else:
+                self._accept(request)
             if full and self._limits.on_full == "drop-oldest":
-                self._drop_for(request, verdicts)
+                self._drop_for(request, settled)
                 self._admit()
+            self._end_change(settled)
         return request
 
-    def _drop_for(self, request: Request, verdicts: list[Verdict]) -> None:
+    def check_open(self) -> None:
+        """Raise where nothing can be submitted any more."""
+        self._check_process()
+        if self._closed:
+            raise QueueClosed("the queue is closed")
+
+    def _drop_for(self, request: Request, settled: list[Request]) -> None:
         """Give up the oldest request of the lowest priority, which may be the new one."""
         victim = self._pending.least()
         if victim is None or victim.priority > request.priority:
             victim = request
-        if self._withdraw(victim):
+        why = f"the queue holds max_pending={self._limits.max_pending} requests: dropped"
+        if self._refuse(victim, QueueFull(why), settled):
             self._record.counts.dropped += 1
-            why = f"the queue holds max_pending={self._limits.max_pending} requests: dropped"
-            verdicts.append(Verdict(victim, Outcome(error=QueueFull(why))))
 
     def _admit(self) -> None:
         """Let those held back in while there is space, in their order."""
@@ -256,7 +309,7 @@ class QueueCore:
 
     def await_admission(self, request: Request) -> None:
         """Block while the request is held back; not in a thread that would have to make space."""
-        if request.place is not Place.WAITING or self._is_own_thread():
+        if request.place is not Place.WAITING or not self.may_wait():
             return
         with self._lock:
             if request.place is not Place.WAITING:
@@ -269,43 +322,50 @@ class QueueCore:
             raise
 
     def _cancelled(self, request: Request) -> None:
-        """A request whose future was cancelled leaves the queue."""
-        if self._forked:
+        """A request whose future was cancelled leaves the queue, at the latest in its turn."""
+        if self._forked or self._is_inside():
             return
-        with self._lock:
+        with _Announcement(self) as settled, self._lock:
+            self._begin_change(settled)
             if request.place in (Place.PENDING, Place.WAITING):
                 self._withdraw(request)
                 self._admit()
+            self._end_change(settled)
 
-    # The timekeeper
+    # The clerk: it keeps deadlines, also while all workers are busy, and announces what the main
+    # thread has settled
 
-    def _start_timekeeper(self) -> None:
-        """See from now on that deadlines are kept, also while all workers are busy."""
-        if self._timekeeper is None:
-            name = "orchard-queue-deadlines"
-            timekeeper = threading.Thread(target=self._keep_time, name=name, daemon=True)
-            timekeeper.start()
-            self._timekeeper = timekeeper
+    def _hire_clerk(self) -> None:
+        if self._clerk is None or not self._clerk.is_alive():
+            name = "orchard-queue-clerk"
+            clerk = threading.Thread(target=self._keep_books, name=name, daemon=True)
+            clerk.start()
+            self._clerk = clerk
 
-    def _keep_time(self) -> None:
+    def _keep_books(self) -> None:
         while True:
-            with _Announcement(self) as verdicts, self._lock:
-                self._expire(verdicts)
-                if not verdicts:
-                    soonest = self._deadlines.next()
-                    if self._forked or (self._closed and soonest is None):
-                        return
-                    self._clock.wait_until(self._time, soonest)
+            with _Announcement(self) as settled, self._lock:
+                self._begin_change(settled)
+                settled += self._unannounced
+                self._unannounced.clear()
+                self._expire(settled)
+                self._end_change(settled)
+                if settled:
+                    continue
+                soonest = self._deadlines.next()
+                if self._forked or (self._closed and soonest is None):
+                    self._clerk = None
+                    return
+                self._clock.wait_until(self._time, soonest)
 
-    def _expire(self, verdicts: list[Verdict]) -> None:
+    def _expire(self, settled: list[Request]) -> None:
         now = self._clock.now()
         passed = self._deadlines.passed(now)
         for request in passed:
-            if self._withdraw(request):
+            late = now - request.arrival
+            why = f"the request's deadline passed before it ran, {late:.3g} s after submit"
+            if self._refuse(request, DeadlineExceeded(why), settled):
                 self._record.counts.expired += 1
-                late = now - request.arrival
-                why = f"the request's deadline passed before it ran, {late:.3g} s after submit"
-                verdicts.append(Verdict(request, Outcome(error=DeadlineExceeded(why))))
         if passed:
             self._admit()
 
@@ -346,33 +406,42 @@ class QueueCore:
     def _take(self, worker: Worker) -> Load | None:
         """Wait for the worker's next batch; None when the queue has ended."""
         while True:
-            with _Announcement(self) as verdicts, self._lock:
-                self._expire(verdicts)
-                if verdicts:
+            with _Announcement(self) as settled, self._lock:
+                self._begin_change(settled)
+                self._expire(settled)
+                if self._dismissed:
+                    self._close_out(self._idle_requests(), settled, "the queue was closed")
+                if settled:
+                    self._end_change(settled)
                     continue
                 if self._forked or (self._closed and not self._pending):
                     self._time.notify_all()
+                    self._end_change(settled)
                     return None
                 now = self._clock.now()
                 max_delay = 0.0 if self._closed else self._limits.max_delay
                 taken = self._pending.take(self._limit, now, max_delay, self._flushed)
                 if not taken:
                     oldest = self._pending.oldest()
+                    self._end_change(settled)
                     self._clock.wait_until(
                         self._work, None if oldest is None else oldest + max_delay
                     )
                     continue
-                worker.batch = tuple(r for r in taken if self._begin(r, Place.RUNNING))
+                worker.batch = tuple(taken)  # before anything else may fail
+                worker.batch = tuple(filter(self._begin, taken))
                 self._record.queue_seconds.extend(now - r.arrival for r in worker.batch)
                 self._admit()
                 if self._pending:  # the thread that watched the rest may have been this one
                     self._work.notify()
+                self._end_change(settled)
                 if worker.batch:
                     parcels = [request.parcel for request in worker.batch]
                     return Load(worker.batch[0].runner, parcels)
 
     def _conclude(self, worker: Worker, report: Report, start: float) -> None:
-        with _Announcement(self) as verdicts, self._lock:
+        with _Announcement(self) as settled, self._lock:
+            self._begin_change(settled)
             now = self._clock.now()
             worker.busy += now - start
             record = self._record
@@ -385,26 +454,27 @@ class QueueCore:
             record.counts.oom_retries += len(report.out_of_memory)
             self._adapt(report)
             for request, outcome in zip(worker.batch, report.outcomes, strict=True):
-                self._settle(request, outcome, verdicts)
+                self._settle(request, outcome, settled)
             worker.batch = ()
+            self._end_change(settled)
 
-    def _settle(self, request: Request, outcome: Outcome, verdicts: list[Verdict]) -> None:
+    def _settle(self, request: Request, outcome: Outcome, settled: list[Request]) -> None:
         """The outcome of a request that ran, unless `close` gave up on it meanwhile."""
         if request.place is not Place.RUNNING:
             return
-        request.settle()
+        request.settle(outcome)
         if outcome.error is None:
             self._record.counts.completed += 1
         else:
             self._record.counts.failed += 1
-        verdicts.append(Verdict(request, outcome))
+        settled.append(request)
 
     def _adapt(self, report: Report) -> None:
         """Halve the limit after running out of memory; double it again after a while without."""
         if report.out_of_memory and report.memory_is_at_fault:
             self._limit = max(1, min(self._limit, *report.out_of_memory) // 2)
             self._batches_in_memory = 0
-        elif self._limit < self._limits.max_batch:
+        elif not report.out_of_memory and self._limit < self._limits.max_batch:
             self._batches_in_memory += 1
             if self._batches_in_memory >= _RECOVERY:
                 self._limit = min(self._limits.max_batch, 2 * self._limit)
@@ -412,12 +482,15 @@ class QueueCore:
 
     def _bury(self, worker: Worker, error: BaseException) -> None:
         """A thread ends out of turn: answer its batch and put another in its place."""
-        with _Announcement(self) as verdicts, self._lock:
+        with _Announcement(self) as settled, self._lock:
             for request in worker.batch:
                 died = WorkerDied(f"the worker thread that ran the request died: {one_line(error)}")
                 died.__cause__ = error
-                self._settle(request, Outcome(error=died), verdicts)
+                self._settle(request, Outcome(error=died), settled)
             worker.batch = ()
+            self._torn = True  # what it had taken and not begun is to be run by another
+            self._begin_change(settled)
+            self._end_change(settled)
         worker.retired = self._replace(worker)
 
     def _replace(self, worker: Worker) -> bool:
@@ -436,11 +509,12 @@ class QueueCore:
 
     def flush(self) -> None:
         """Run what has been submitted without waiting for company, and wait for its outcome."""
+        may_wait = self.may_wait()
         with self._lock:
             self._check_process()
             number = self._flushed = self._last_number
             self._work.notify_all()
-            if self._is_own_thread():
+            if not may_wait:
                 return
             self._announced.wait_for(lambda: next(iter(self._unsettled), number + 1) > number)
 
@@ -474,21 +548,30 @@ class QueueCore:
 
     def dismiss(self) -> None:
         """Accept nothing more and run nothing more."""
-        with _Announcement(self) as verdicts, self._lock:
-            self.abandon()
-            if not self._forked:
-                self._close_out(self._idle_requests(), verdicts, "the queue was closed")
+        self._dismissed = True
+        self.abandon()
+        if self._forked or self._is_inside():  # a worker sees to it
+            return
+        with _Announcement(self) as settled, self._lock:
+            self._begin_change(settled)
+            self._close_out(self._idle_requests(), settled, "the queue was closed")
+            self._end_change(settled)
 
     def wait_until_idle(self, timeout: float | None) -> bool:
         """Wait for the threads of a closed queue; what is not done in time is given up."""
-        if self._forked or self._is_own_thread():
+        if self._forked or not self.may_wait():
             return False
         if self._join(timeout):
             return True
-        with _Announcement(self) as verdicts, self._lock:
+        with _Announcement(self) as settled, self._lock:
+            self._begin_change(settled)
             why = f"the queue was closed, and the request was not done {timeout:g} s later"
             running = [r for r in self._unsettled.values() if r.place is Place.RUNNING]
-            self._close_out([*self._idle_requests(), *running], verdicts, why)
+            given_up = [*self._idle_requests(), *running]
+            self._close_out(given_up, settled, why)
+            self._end_change(settled)
+        with self._lock:
+            self._announced.wait_for(lambda: all(request.done() for request in given_up))
         return False
 
     def _idle_requests(self) -> list[Request]:
@@ -506,11 +589,12 @@ class QueueCore:
 
     def _living(self) -> list[threading.Thread]:
         with self._lock:
-            threads = [*(worker.thread for worker in self._workers), self._timekeeper]
-            return [thread for thread in threads if thread is not None and thread.is_alive()]
+            threads = [*(worker.thread for worker in self._workers), self._clerk]
+        return [thread for thread in threads if thread is not None and thread.is_alive()]
 
-    def _is_own_thread(self) -> bool:
-        return threading.current_thread() in self._living()
+    def may_wait(self) -> bool:
+        """Whether the calling thread may wait for the queue's, and is not what they wait for."""
+        return not self._is_inside() and threading.current_thread() not in self._living()
 
     # Fork
 
@@ -527,12 +611,14 @@ class QueueCore:
         self._forked = True
         for request in list(self._unsettled.values()):
             # Its lock may have been held by a thread of the parent, so it is made anew.
-            Future.__init__(request)
-            request.set_exception(
-                ForkedProcessError("the request was submitted in the parent of this process")
-            )
+            request._condition = threading.Condition()
+            if not request.done():
+                Future.__init__(request)
+                request.set_exception(
+                    ForkedProcessError("the request was submitted in the parent of this process")
+                )
             if request.place is not Place.SETTLED:
-                request.settle()
+                request.settle(None)
         self._unsettled.clear()
 
 

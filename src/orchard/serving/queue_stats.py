@@ -65,9 +65,8 @@ class QueueStats:
 
 @dataclass
 class Counts:
-    """The fields of QueueStats that only grow."""
+    """The fields of QueueStats that only grow, but for the requests submitted: they are the sum."""
 
-    submitted: int = 0
     completed: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -102,9 +101,13 @@ class Record:
         max_batch: int,
         busy: tuple[float, ...],
     ) -> QueueStats:
-        mean = self.counts.rows / self.counts.batches if self.counts.batches else 0.0
+        counts = self.counts
+        mean = counts.rows / counts.batches if counts.batches else 0.0
+        ended = counts.completed + counts.failed + counts.cancelled
+        ended += counts.expired + counts.dropped + counts.closed
         return QueueStats(
-            **asdict(self.counts),
+            submitted=ended + waiting + pending + running,
+            **asdict(counts),
             waiting=waiting,
             pending=pending,
             running=running,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from enum import Enum
 from operator import attrgetter
 from threading import Event
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from orchard.serving.batching import Parcel
 
 if TYPE_CHECKING:
-    from orchard.serving.batch_runner import BatchRunner
+    from orchard.serving.batch_runner import BatchRunner, Outcome
 
 AGEING = 0.1  # seconds: one step of priority is worth as much as having waited so much longer
 HIGHEST_PRIORITY = 100  # and -100 the lowest: nobody is overtaken by who came 20 s later
@@ -54,6 +55,7 @@ class Request(Future[Any]):
         self.arrival = arrival
         self.deadline = deadline  # a moment of the queue's clock
         self.place = Place.WAITING
+        self.outcome: Outcome | None = None  # once it is decided, until the future has it
         self.admission: Event | None = None  # of a submitter that blocks: it waits no more
         self._on_cancel = on_cancel
 
@@ -67,10 +69,25 @@ class Request(Future[Any]):
         if self.admission is not None:
             self.admission.set()
 
-    def settle(self) -> None:
-        """Its outcome is decided: who keeps the future keeps neither the tensors nor the model."""
+    def settle(self, outcome: Outcome | None) -> None:
+        """Decide its outcome; None where it was cancelled.
+
+        Who keeps the future keeps neither the tensors nor the model.
+        """
+        self.outcome = outcome
         self.place = Place.SETTLED
         del self.parcel, self.runner
+
+    def announce(self) -> None:
+        """Fill the future, unless its holder has done so."""
+        outcome, self.outcome = self.outcome, None
+        with suppress(InvalidStateError):
+            if outcome is None or self.done():
+                return
+            if outcome.error is None:
+                self.set_result(outcome.value)
+            else:
+                self.set_exception(outcome.error)
 
     def cancel(self) -> bool:
         """As of every future; one that is cancelled leaves its queue."""
@@ -100,8 +117,8 @@ class Deadlines:
     """The requests that have one, soonest first."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Request]] = []
-        self._live: set[int] = set()
+        self._heap: list[tuple[float, int]] = []  # with numbers of requests that are gone
+        self._live: dict[int, Request] = {}
 
     def add(self, request: Request) -> None:
         if request.deadline is None:
@@ -109,11 +126,11 @@ class Deadlines:
         if len(self._heap) > 2 * len(self._live) + _STALE_DEADLINES:
             self._heap = [entry for entry in self._heap if entry[1] in self._live]
             heapq.heapify(self._heap)
-        self._live.add(request.number)
-        heapq.heappush(self._heap, (request.deadline, request.number, request))
+        self._live[request.number] = request
+        heapq.heappush(self._heap, (request.deadline, request.number))
 
     def discard(self, request: Request) -> None:
-        self._live.discard(request.number)
+        self._live.pop(request.number, None)
 
     def next(self) -> float | None:
         """The soonest deadline."""
@@ -125,9 +142,7 @@ class Deadlines:
         """Remove and return the requests whose deadline is not after `now`."""
         found = []
         while (moment := self.next()) is not None and moment <= now:
-            request = heapq.heappop(self._heap)[2]
-            self._live.discard(request.number)
-            found.append(request)
+            found.append(self._live.pop(heapq.heappop(self._heap)[1]))
         return found
 
 

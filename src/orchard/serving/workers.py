@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from orchard.dispatch.settings import logger
 from orchard.serving import ending
+from orchard.text import one_line
 
 _IDLE = 2.0  # seconds without work after which a thread ends
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps")
@@ -183,7 +185,10 @@ class Workers:
             self._counts["cancelled"] += len(tasks)
             self._work_ended.notify_all()
         for task in tasks:
-            task.future.cancel()
+            try:
+                task.future.cancel()
+            except BaseException as error:  # of a callback; futures pass over mere Exceptions
+                logger.error("a callback of a future raised %s", one_line(error))
             task.future.set_running_or_notify_cancel()  # tells those in futures.wait too
 
     def wait_until_idle(self, timeout: float | None = None) -> bool:

@@ -1,0 +1,284 @@
+"""A BatchQueue where an exception comes from outside: Ctrl-C, signal handlers, finalizers.
+
+`Interruption` raises at every point where CPython runs signal handlers, one after the other.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from orchard.errors import QueueClosed
+from orchard.serving import batch_queue, queue_core, requests
+from orchard.serving.batch_queue import BatchQueue
+from orchard.serving.queue_core import Clock
+
+PATIENCE = 60.0  # seconds; reached only by a test that fails
+FILES = (queue_core.__file__, requests.__file__, batch_queue.__file__)
+
+
+def points(code: CodeType) -> set[int]:
+    """Where signal handlers may run: at the entry, after a call, and where a loop jumps back."""
+    found, before = set(), ""
+    for step in dis.get_instructions(code):
+        if step.opname in ("RESUME", "JUMP_BACKWARD") or before.startswith("CALL"):
+            found.add(step.offset)
+        if step.opname != "CACHE":
+            before = step.opname
+    return found
+
+
+class Interruption:
+    """KeyboardInterrupt at the n-th such point of the queue's code in this thread, from 0 on."""
+
+    def __init__(self, n: int) -> None:
+        self._left = n
+        self.place = ""
+
+    def __enter__(self) -> Interruption:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
+        # Inside of a generator an exception of the tracer's does not leave a `with` block.
+        if frame.f_code.co_filename not in FILES or frame.f_code.co_flags & 0x20:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode" and not self.place and frame.f_lasti in points(frame.f_code):
+            self._left -= 1
+            if self._left < 0:
+                self.place = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self._step
+
+
+class Scene:
+    """A worker that is held, three requests pending in a queue of three, and who else waits."""
+
+    def __init__(self, on_full: Any = "wait", submitters: int = 0) -> None:
+        self.open = threading.Event()
+        began = threading.Event()
+
+        def function(x: Tensor) -> Tensor:
+            began.set()
+            assert self.open.wait(PATIENCE)
+            return x * 2
+
+        self.queue = BatchQueue(function, max_batch=4, max_delay=0, max_pending=3, on_full=on_full)
+        self.futures = [self.queue.submit(torch.ones(1, 2))]
+        assert began.wait(PATIENCE)
+        self.futures += [self.queue.submit(torch.ones(1, 2)) for _ in range(3)]
+        self.threads = [threading.Thread(target=self._submit) for _ in range(submitters)]
+        for thread in self.threads:
+            thread.start()
+        while self.queue.stats().waiting < submitters:
+            pass
+
+    def _submit(self) -> None:
+        self.futures.append(self.queue.submit(torch.ones(1, 2)))
+
+    def end(self) -> None:
+        """Every future is done, every thread goes on, and the numbers add up."""
+        self.open.set()
+        for thread in self.threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), "a submitter hangs"
+        _, lost = wait(self.futures, PATIENCE)
+        assert not lost, f"{len(lost)} lost"
+        for call in (self.queue.flush, self.queue.close):
+            thread = threading.Thread(target=call, daemon=True)
+            thread.start()
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), f"{call.__name__} hangs"
+        stats = self.queue.stats()
+        assert stats.waiting == stats.pending == stats.running == 0
+        for future in self.futures:
+            if not future.cancelled() and future.exception() is None:
+                assert torch.equal(future.result(), torch.full((1, 2), 2.0))
+
+
+def _drop(scene: Scene) -> None:
+    scene.queue.submit(torch.ones(1, 2))
+
+
+def _cancel(scene: Scene) -> None:
+    scene.futures[1].cancel()
+
+
+def _dismiss(scene: Scene) -> None:
+    scene.queue._core.dismiss()
+
+
+def _give_up(scene: Scene) -> None:
+    scene.queue._core.abandon()
+    scene.queue._core.wait_until_idle(0.0)
+
+
+ACTS: dict[str, tuple[Callable[[Scene], None], dict[str, Any]]] = {
+    "a submit that drops another": (_drop, {"on_full": "drop-oldest"}),
+    "a submit that is taken": (_drop, {}),
+    "cancel, with others held back": (_cancel, {"submitters": 2}),
+    "close without drain": (_dismiss, {}),
+    "close that gives up": (_give_up, {}),
+}
+
+
+def _interrupted(act: str) -> Iterator[str]:
+    """The act, interrupted once at each of its points; yields where."""
+    do, options = ACTS[act]
+    n = 0
+    while True:
+        scene = Scene(**options)
+        if act == "a submit that is taken":
+            scene.futures[1].cancel()
+        interruption = Interruption(n)
+        try:
+            with interruption:
+                do(scene)
+        except KeyboardInterrupt:
+            yield interruption.place
+        try:
+            scene.end()
+        except AssertionError as error:
+            raise AssertionError(f"{error}, interrupted at {interruption.place}") from error
+        if not interruption.place:
+            return
+        n += 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("act", ACTS)
+def test_an_interruption_anywhere_loses_nobody(act: str) -> None:
+    places = list(_interrupted(act))
+    assert len(places) > 10  # the tracer has seen the queue's code
+
+
+class Meddler(Clock):
+    """A clock at whose next use something else comes in between, as a signal handler would."""
+
+    def __init__(self) -> None:
+        self.meddle: Callable[[], object] | None = None
+
+    def now(self) -> float:
+        if threading.current_thread() is threading.main_thread():
+            meddle, self.meddle = self.meddle, None
+            if meddle is not None:
+                meddle()
+        return super().now()
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_handler_that_closes_the_queue_it_came_into(drain: bool) -> None:
+    """It does not wait, and what was submitted has its outcome."""
+    clock = Meddler()
+    queue = BatchQueue(lambda x: x * 2, clock=clock, log_every=3600.0)
+    clock.meddle = lambda: queue.close(drain)
+    future = queue.submit(torch.ones(1, 2))
+    assert wait([future], PATIENCE).done
+    if drain:
+        assert torch.equal(future.result(), torch.full((1, 2), 2.0))
+    else:
+        assert isinstance(future.exception(), QueueClosed)
+    with pytest.raises(QueueClosed):
+        queue.submit(torch.ones(1, 2))
+    queue.close()
+
+
+def test_a_handler_that_submits_into_a_submit_is_refused() -> None:
+    clock = Meddler()
+    with BatchQueue(lambda x: x * 2, clock=clock) as queue:
+        said: list[str] = []
+
+        def submit() -> None:
+            with pytest.raises(RuntimeError, match="signal handler") as refused:
+                queue.submit(torch.ones(1, 2))
+            said.append(str(refused.value))
+
+        clock.meddle = submit
+        assert queue.submit(torch.ones(1, 2)).result(PATIENCE).sum() == 4
+        assert len(said) == 1
+
+
+def test_a_cancel_in_the_middle_of_a_submit() -> None:
+    """It takes effect at the latest when the request's turn comes."""
+    clock = Meddler()
+    with BatchQueue(lambda x: x * 2, clock=clock, max_delay=3600.0) as queue:
+        first = queue.submit(torch.ones(1, 2))
+        clock.meddle = first.cancel
+        second = queue.submit(torch.ones(1, 2))
+        queue.flush()
+        assert first.cancelled()
+        assert second.result(0).sum() == 4
+        assert queue.stats().cancelled == 1
+
+
+@pytest.mark.parametrize("method", ["take", "oldest"])
+def test_a_worker_that_fails_in_the_queue_s_own_code(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another takes its place and runs what it had before it."""
+    real = getattr(requests.Pending, method)
+    fails = iter([True])
+
+    def broken(self: requests.Pending, *args: Any) -> Any:
+        found = real(self, *args)
+        if found and next(fails, False):
+            raise MemoryError
+        return found
+
+    with BatchQueue(lambda x: x * 2, max_delay=0.001) as queue:
+        monkeypatch.setattr(requests.Pending, method, broken)
+        futures: list[Future[Any]] = [queue.submit(torch.ones(1, 2)) for _ in range(5)]
+        assert [future.result(PATIENCE).sum().item() for future in futures] == [4] * 5
+        assert queue.stats().workers_replaced == 1
+
+
+def test_leaves_that_cannot_be_compared() -> None:
+    """The request that holds one is refused; the others do not notice."""
+
+    class Odd:
+        def __hash__(self) -> int:
+            return 1
+
+        def __eq__(self, other: object) -> bool:
+            raise ZeroDivisionError
+
+    with BatchQueue(lambda tree: tree[0] * 2) as queue:
+        first = queue.submit((torch.ones(1, 2), Odd()))
+        with pytest.raises(ZeroDivisionError):
+            queue.submit((torch.ones(1, 2), Odd()))
+        assert first.result(PATIENCE).sum() == 4
+        queue.flush()
+        assert queue.stats().submitted == 1
+
+
+def test_dropped_results_do_not_wait_for_a_deadline() -> None:
+    """Futures with deadlines that are dropped keep no memory."""
+    with BatchQueue(lambda x: x * 2, max_delay=0.0) as queue:
+        queue.submit(torch.ones(1, 2), deadline=1000.0).result(PATIENCE)
+        held = [queue.submit(torch.ones(1, 2), deadline=2000.0) for _ in range(20)]
+        results = [future.result(PATIENCE) for future in held]
+        queue.flush()
+        queue.submit(torch.ones(1, 2)).result(PATIENCE)  # its thread has left the batch before
+        seen = [weakref.ref(result) for result in results]
+        del held, results
+        gc.collect()
+        assert [ref() for ref in seen] == [None] * 20
