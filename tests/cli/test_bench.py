@@ -13,10 +13,11 @@ import orchard
 from orchard.attention.api import attention
 from orchard.cli import bench, main, serving_bench
 from orchard.dispatch.planner import planner
-from orchard.testing import benchmark, metal_counters, presets, targets
+from orchard.testing import benchmark, metal_counters, presets, tables, targets
 from orchard.testing.benchmark import Case
 from orchard.testing.metal import Counters, toolchain
 from orchard.testing.metal_counters import Count, Exercise
+from orchard.testing.tables import Table
 from orchard.testing.targets import Target
 
 pytestmark = pytest.mark.cli
@@ -51,7 +52,7 @@ def _tiny_table() -> list[Target]:
 @pytest.fixture(autouse=True)
 def _tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(presets.PRESETS, "tiny", _tiny)
-    monkeypatch.setitem(targets.TABLES, "table", _tiny_table)
+    monkeypatch.setitem(tables.TABLES, "table", Table(_tiny_table))
     monkeypatch.setattr(targets, "MATMUL_SIZE", 16)
     monkeypatch.setattr(targets, "COPY_BYTES", 1000)
 
@@ -329,9 +330,9 @@ def test_a_table_measures_the_backend_that_it_is_for(
 ) -> None:
     asked: list[str] = []
 
-    def serve(target: Target, case: Case, backend: str, seconds: float) -> targets.Point:
+    def serve(target: Target, case: Case, backend: str, *others: Any) -> targets.Point:
         asked.append(backend)
-        return measured(target, case, "auto", seconds)
+        return measured(target, case, "auto", *others)
 
     measured = targets.measure_case
     monkeypatch.setattr(targets, "measure_case", serve)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from orchard.attention.api import attention, explain
 from orchard.attention.problem import Band
 from orchard.testing import benchmark
-from orchard.testing.benchmark import Case, Spread, measure
+from orchard.testing.benchmark import Case, Peer, Spread, Step, measure
 from orchard.testing.presets import PRESETS
 
 pytestmark = pytest.mark.cli
@@ -29,6 +30,9 @@ VARIANTS = [
         "bias": replace(TINY, mask="bias", mask_grad=True, backward=True),
         "bias, causal": replace(TINY, mask="bias", mask_grad=True, causal=True, backward=True),
         "padding, window": replace(TINY, mask="padding", window=(3, 2), backward=True),
+        "batch bias": replace(TINY, mask="batch_bias", mask_grad=True, backward=True),
+        "backward alone": replace(TINY, causal=True, backward=True, backward_only=True),
+        "deterministic": replace(TINY, backward=True, backward_only=True, deterministic=True),
         "grad_rows": replace(TINY, grad_rows=1, causal="bottom_right", backward=True),
         "dropout": replace(TINY, dropout_p=0.3, backward=True, value_dim=16),
         "strided": replace(TINY, views=STRIDED, dtype=torch.bfloat16),
@@ -41,7 +45,9 @@ def test_flops_of_known_problems() -> None:
     assert benchmark.flops(full) == 4 * 2 * 4 * 16 * 32 * 8
     assert benchmark.flops(replace(full, kv_heads=1)) == benchmark.flops(full)
     assert benchmark.flops(replace(full, value_dim=24)) == 2 * benchmark.flops(full)
-    assert benchmark.flops(replace(full, backward=True)) == 3.5 * benchmark.flops(full)
+    trained = replace(full, backward=True)
+    assert benchmark.flops(trained) == 3.5 * benchmark.flops(full)
+    assert benchmark.flops(replace(trained, backward_only=True)) == 2.5 * benchmark.flops(full)
 
 
 def test_flops_of_bands() -> None:
@@ -165,6 +171,119 @@ def test_something_else_takes_its_turn_in_the_same_rounds() -> None:
     assert (row.ours.peak_bytes, row.torch.peak_bytes) == (None, None)
 
 
+def _slow(case: Case, operands: benchmark.Operands) -> torch.Tensor:
+    time.sleep(0.01)
+    return benchmark.torch_attention(case, operands)
+
+
+def _unable(case: Case, operands: benchmark.Operands) -> torch.Tensor:
+    raise RuntimeError("takes no such case")
+
+
+def _wrong(case: Case, operands: benchmark.Operands) -> torch.Tensor:
+    return benchmark.torch_attention(case, operands) + 1.0
+
+
+def test_the_fastest_peer_is_counted_and_named() -> None:
+    """Peers that are wrong or do not take the case have no speed, and say so."""
+    settings: list[str] = []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        settings.append("in")
+        yield
+        settings.append("out")
+
+    peers = {
+        "slow": Peer(_slow, setting=noted),
+        "fast": benchmark.TORCH,
+        "wrong": Peer(_wrong),
+        "unable": Peer(_unable),
+    }
+    row = measure(replace(TINY, backward=True), CPU, seconds=0.001, peers=peers)
+    assert row.peer == "fast"
+    assert {name: side.status for name, side in row.peers.items()} == {
+        "slow": "ok",
+        "fast": "ok",
+        "wrong": "over budget",
+        "unable": "failed",
+    }
+    assert row.torch is row.peers["fast"]
+    assert row.peers["slow"].seconds is not None
+    assert row.peers["slow"].seconds.p20 >= 0.01
+    assert row.peers["slow"].check is not None
+    assert row.peers["wrong"].seconds is None
+    assert "takes no such case" in row.peers["unable"].note
+    assert row.beside == {}
+    # In its setting: a first call, a warm-up, every round, and the look at memory.
+    assert settings == ["in", "out"] * (3 + row.rounds)
+
+
+def test_without_a_peer_there_is_no_ratio() -> None:
+    row = measure(TINY, CPU, seconds=0.001, peers={"unable": Peer(_unable)})
+    assert (row.peer, row.torch.status, row.ratio) == ("unable", "failed", None)
+    assert row.ours.seconds is not None
+    alone = measure(TINY, CPU, seconds=0.001, peers={})
+    assert (alone.torch.status, alone.ratio, alone.peers) == ("not measured", None, {})
+
+
+def test_a_peer_that_cannot_be_sampled_leaves_the_others() -> None:
+    def sampling(step: Step, device: torch.device, known: float) -> Callable[[], float]:
+        if calls:
+            raise RuntimeError("cannot be recorded")
+        calls.append(step)
+        return lambda: 1.0
+
+    calls: list[Step] = []
+    row = measure(TINY, CPU, seconds=0.001, sampling=sampling)
+    assert row.ours.seconds == Spread(1.0, 1.0, 1.0)
+    assert (row.torch.status, row.ratio) == ("failed", None)
+    assert "cannot be recorded" in row.torch.note
+    row = measure(TINY, CPU, seconds=0.001, sampling=sampling)
+    assert (row.ours.status, row.rounds) == ("failed", 0)
+
+
+def test_a_backward_alone_makes_its_forward_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards = 0
+
+    def counted(*args: object, **options: object) -> torch.Tensor:
+        nonlocal forwards
+        forwards += 1
+        return attention(*args, **options)
+
+    monkeypatch.setattr(benchmark, "attention", counted)
+    row = measure(replace(TINY, backward=True, backward_only=True), CPU, seconds=0.001)
+    assert forwards == 2  # one that is checked, one before the timing
+    assert row.rounds >= benchmark.FEWEST_ROUNDS
+    assert row.ours.check is not None
+    assert len(row.ours.check.comparisons) == 4
+
+
+def test_determinism_is_asked_for_around_orchard_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, set[bool]] = {"ours": set(), "torch": set()}
+
+    def ours(*args: object, **options: object) -> torch.Tensor:
+        asked["ours"].add(torch.are_deterministic_algorithms_enabled())
+        return attention(*args, **options)
+
+    def theirs(case: Case, operands: benchmark.Operands) -> torch.Tensor:
+        asked["torch"].add(torch.are_deterministic_algorithms_enabled())
+        return right(case, operands)
+
+    right = benchmark.torch_attention
+    monkeypatch.setattr(benchmark, "attention", ours)
+    monkeypatch.setattr(benchmark, "torch_attention", theirs)
+    measure(replace(TINY, deterministic=True), CPU, seconds=0.001)
+    assert asked == {"ours": {True}, "torch": {False}}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_softcap_is_checked_though_torch_has_none() -> None:
+    row = measure(replace(TINY, softcap=1.5, backward=True), CPU, seconds=0.001)
+    assert (row.ours.status, row.torch.status) == ("ok", "failed")
+    assert "no softcap" in row.torch.note
+
+
 def test_a_wrong_result_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*args: object, **options: object) -> torch.Tensor:
         return attention(*args, **options) * 1.01
@@ -180,8 +299,8 @@ def test_a_wrong_result_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_peer_has_no_speed_and_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = benchmark.torch_step
-    monkeypatch.setattr(benchmark, "torch_step", lambda *args: (right(*args)[0] + 1.0,))
+    right = benchmark.torch_attention
+    monkeypatch.setattr(benchmark, "torch_attention", lambda *args: right(*args) + 1.0)
     row = measure(TINY, CPU, seconds=0.001)
     assert (row.ours.status, row.torch.status) == ("ok", "over budget")
     assert row.right
@@ -194,7 +313,7 @@ def test_a_peer_that_raises_leaves_ours_alone(monkeypatch: pytest.MonkeyPatch) -
     def unable(*args: object) -> None:
         raise NotImplementedError("no dropout here")
 
-    monkeypatch.setattr(benchmark, "torch_step", unable)
+    monkeypatch.setattr(benchmark, "torch_attention", unable)
     row = measure(TINY, CPU, seconds=0.001)
     assert row.torch.status == "failed"
     assert "no dropout here" in row.torch.note
@@ -238,6 +357,8 @@ def test_what_the_oracle_can_afford() -> None:
     # The gradient of a mask that every batch shares is a sum over them.
     shared = replace(case, mask="bias", mask_grad=True, backward=True)
     assert benchmark.affordable_part(shared, 1) == benchmark.Part(2, 2, 1, 64)
+    of_heads = replace(shared, mask="batch_bias")
+    assert benchmark.affordable_part(of_heads, 1) == benchmark.Part(1, 8, 4, 64)
 
 
 def test_a_gradient_through_the_last_rows_only() -> None:

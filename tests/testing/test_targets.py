@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from orchard.testing import targets
+from orchard.testing import cpu_targets, targets
 from orchard.testing.benchmark import Case, Row, Side, Spread, Status
 from orchard.testing.targets import Finding, Point, Target, cells, measure_case
 
@@ -98,7 +98,7 @@ def test_cells() -> None:
 
 
 def test_the_table_of_the_cpu() -> None:
-    table = targets.cpu()
+    table = cpu_targets.cpu()
     assert [(target.work, target.must, target.aim) for target in table] == [
         ("bf16 forward", 1.8, 2.3),
         ("fp16 forward", 1.6, 2.0),
@@ -131,7 +131,7 @@ def test_the_table_of_the_cpu() -> None:
 
 
 def test_what_the_rows_of_the_cpu_ask_for() -> None:
-    for target in targets.cpu():
+    for target in cpu_targets.cpu():
         for case in target.cases:
             assert case.backward == ("backward" in target.work), target.work
             assert (case.dropout_p == 0.1) == ("dropout" in target.work)

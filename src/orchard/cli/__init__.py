@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(words)
+    args.words = words
     try:
         return int(args.run(args))
     except (OrchardError, OSError) as error:

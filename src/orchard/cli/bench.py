@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import argparse
 import math
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from orchard.cli import record
 from orchard.cli.chart import draw, draw_targets, why_no_chart
 from orchard.cli.console import print_table, progress
+from orchard.cli.rate_chart import draw_rates, rated_cases
 from orchard.errors import ArgumentValueError
+from orchard.text import one_line
 
 if TYPE_CHECKING:  # `orchard doctor` has to start without a working torch
     import torch
 
     from orchard.testing.benchmark import Case, Row, Side, Spread
-    from orchard.testing.targets import Finding, Target
+    from orchard.testing.targets import Point, Target
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -50,25 +53,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         type=_device,
-        help="auto, cpu, cuda or mps (default: auto, with preset cpu: cpu)",
+        help="auto, cpu, cuda or mps (default: auto, with presets cpu and cuda: these)",
     )
     parser.add_argument(
         "--backend",
         type=_backend,
-        help="who must serve Orchard's calls (default: auto, with preset cpu: cpu)",
+        help="who must serve Orchard's calls (default: auto, with presets cpu and cuda: these)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="instead of the preset's own dtypes")
     parser.add_argument(
         "--seconds", type=positive_seconds, default=0.5, help="time for each row (default: 0.5)"
     )
     parser.add_argument(
-        "--details", action="store_true", help="with the preset cpu, tables of its cases as well"
+        "--details", action="store_true", help="with cpu and cuda, tables of the cases as well"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("orchard-bench"), help="folder for the results"
     )
     parser.add_argument(
         "--json", action="store_true", help="JSON lines on standard output instead of tables"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="with cpu and cuda: keep the rows that are stored already, and measure the others",
     )
     plot = parser.add_mutually_exclusive_group()
     plot.add_argument("--plot", choices=("png", "svg"), help="svg: an .svg beside the .png")
@@ -82,9 +90,10 @@ def _preset(name: str) -> str:
 def _presets() -> dict[str, str]:
     """Every preset's name and what it measures."""
     from orchard.testing.presets import PRESETS
-    from orchard.testing.targets import TABLES
+    from orchard.testing.tables import TABLES
 
-    timed = {name: preset.__doc__ or "" for name, preset in (PRESETS | TABLES).items()}
+    timed = {name: preset.__doc__ or "" for name, preset in PRESETS.items()}
+    timed |= {name: table.summary for name, table in TABLES.items()}
     return timed | {
         COUNTED: "what the Metal kernels do, counted by the emulator, in minutes",
         SERVING: "BatchQueue and StreamPool under many threads, in three minutes",
@@ -127,7 +136,7 @@ def positive_seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    from orchard.testing.targets import TABLES
+    from orchard.testing.tables import TABLES
 
     if args.list:
         listing = [[name, what] for name, what in _presets().items()]
@@ -140,7 +149,14 @@ def run(args: argparse.Namespace) -> int:
         return _run_counts(args)
     if args.preset == SERVING:
         return _run_serving(args)
-    rows = _run_table(args) if args.preset in TABLES else _run_cases(args)
+    if args.preset in TABLES:
+        return _run_table(args)
+    if args.resume:
+        raise ArgumentValueError(f"--resume is for tables of targets: {', '.join(TABLES)}")
+    return _say_what_is_wrong(args, _run_cases(args))
+
+
+def _say_what_is_wrong(args: argparse.Namespace, rows: Sequence[Row]) -> int:
     wrong = [row for row in rows if not row.right]
     for row in wrong:
         _say(args)(f"{row.case.name}: {row.ours.status}: {row.ours.note}")
@@ -284,28 +300,41 @@ def _measure_all(
     return rows, facts
 
 
-def _run_table(args: argparse.Namespace) -> list[Row]:
-    """Measure targets; every row of every one comes back."""
-    import torch
+def _run_table(args: argparse.Namespace) -> int:
+    """Measure targets; 1 where one is wrong or failed."""
+    from orchard.testing.machine import machine
+    from orchard.testing.tables import TABLES
+    from orchard.testing.targets import HEADERS, cells
 
-    from orchard.testing.targets import HEADERS, TABLES, cells
-
-    if args.device not in (None, torch.device("cpu")):
-        raise ArgumentValueError(f"the preset {args.preset} is for the CPU, not {args.device}")
+    table = TABLES[args.preset]
+    if args.device is not None and args.device.type != table.device:
+        where = "the CPU" if table.device == "cpu" else table.device
+        raise ArgumentValueError(f"the preset {args.preset} is for {where}, not {args.device}")
     if args.dtype is not None:
         raise ArgumentValueError(f"the preset {args.preset} has its own dtypes; --only picks rows")
-    args.device = torch.device("cpu")
-    args.backend = args.backend or "cpu"
-    targets = _picked(TABLES[args.preset](), args.only, lambda target: target.work)
-    stored = _stored(args)
-    findings, facts = _measure_targets(args, targets, stored)
-    rows = [point.row for finding in findings for point in finding.points]
+    args.device = args.device or _table_device(args.preset, table.device)
+    args.backend = args.backend or table.backend
+    targets = _picked(table.targets(), args.only, lambda target: target.work)
+    stored, facts = _stored(args), machine(args.device)
+    kept = _finished(stored) if args.resume else []
+    done = {line["target"] for line in kept}
+    with stored.open("w") as file:
+        for line in kept:
+            record.write(line, file, shown=args.json)
+        rows, lost = _measure_targets(
+            args, [target for target in targets if target.work not in done], file, facts
+        )
+    if lost:
+        return _go_on_in_a_new_process(args)
+    lines = record.read(stored)
+    summaries = [line for line in lines if "found" in line]
     if not args.json:
+        place = facts["gpu"] or f"{facts['cpu']}, {facts['threads']} threads"
         print_table(
-            f"{args.preset} on {facts['cpu']}, {facts['threads']} threads: torch's time / ours,"
+            f"{args.preset} on {place}: torch's time / ours,"
             " geometric mean of the cases (of one case: p20 to p80 of its rounds)",
             HEADERS,
-            [cells(finding.summary()) for finding in findings],
+            [cells(line) for line in summaries],
         )
         if args.details:
             _print_rows(args.preset, rows, facts)
@@ -313,34 +342,90 @@ def _run_table(args: argparse.Namespace) -> list[Row]:
     for note, count in notes.items():
         _say(args)(f"Not served, {count} of {len(rows)} cases: {note}")
     _say(args)(f"Data: {stored}")
-    _plot(args, partial(draw_targets, args.preset, findings, facts))
-    return rows
+    _plot(args, partial(draw_targets, args.preset, summaries, facts))
+    if rated := rated_cases(lines):
+        _plot(args, partial(draw_rates, args.preset, rated, facts), "-rates")
+    _say_what_is_wrong(args, rows)
+    return 1 if any(line["status"] in ("WRONG", "failed") for line in summaries) else 0
+
+
+def _table_device(preset: str, kind: str) -> torch.device:
+    try:
+        return _device(kind)
+    except argparse.ArgumentTypeError as error:
+        raise ArgumentValueError(f"the preset {preset} needs one: {error}") from None
+
+
+def _finished(stored: Path) -> list[dict[str, Any]]:
+    """Lines of an earlier run that belong to targets it came to the end of."""
+    lines = record.read(stored) if stored.exists() else []
+    done = {line["target"] for line in lines if "found" in line}
+    return [line for line in lines if line["target"] in done]
 
 
 def _measure_targets(
-    args: argparse.Namespace, targets: list[Target], stored: Path
-) -> tuple[list[Finding], dict[str, Any]]:
-    """Every target: a line for each case as soon as it is there, then one for the whole."""
-    from orchard.testing.machine import machine
-    from orchard.testing.targets import Finding, measure_case
+    args: argparse.Namespace, targets: Sequence[Target], file: TextIO, facts: dict[str, Any]
+) -> tuple[list[Row], bool]:
+    """Every row of every target, and whether the device was lost on the way.
 
-    facts = machine(args.device)
-    findings = []
+    A line is written for each case as soon as it is there, then one for the whole.
+    """
+    from orchard.testing.targets import Finding
+
+    rows: list[Row] = []
     total = sum(len(target.cases) for target in targets)
-    with stored.open("w") as file, progress(f"bench {args.preset}", total) as step:
+    with progress(f"bench {args.preset}", total) as step:
         for target in targets:
-            points = []
+            points, lost = [], False
             for case in target.cases:
-                point = measure_case(target, case, args.backend, args.seconds)
+                point = _measure_case(args, target, case, lost)
+                lost = lost or (point.status == "failed" and _is_lost(args.device))
                 points.append(point)
                 data = record.as_data(args.preset, point.row, facts)
                 data |= {"target": target.work, "unit": target.unit, "value": point.data()}
                 record.write(data, file, shown=args.json)
                 step(case.name)
-            findings.append(Finding(target, tuple(points)))
-            summary = {"preset": args.preset, **findings[-1].summary(), "machine": facts}
-            record.write(summary, file, shown=args.json)
-    return findings, facts
+            rows += [point.row for point in points]
+            summary = Finding(target, tuple(points)).summary()
+            record.write(
+                {"preset": args.preset, **summary, "machine": facts}, file, shown=args.json
+            )
+            if lost:
+                return rows, True
+    return rows, False
+
+
+def _measure_case(args: argparse.Namespace, target: Target, case: Case, lost: bool) -> Point:
+    """A case that fails in whatever way is a result, and the table goes on."""
+    from orchard.testing import targets
+
+    if lost:
+        return targets.failed(case, "not run: a case before it lost the device")
+    try:
+        return targets.measure_case(target, case, args.backend, args.seconds, args.device)
+    except Exception as error:  # compilers and drivers raise what they like
+        return targets.failed(case, one_line(error))
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Whether a kernel has broken the CUDA context: every later call would fail too."""
+    import torch
+
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _go_on_in_a_new_process(args: argparse.Namespace) -> int:
+    """The rest of the table, for what this process has of the device is of no use any more."""
+    _say(args)("A kernel broke the CUDA context; a new process goes on with the next row.")
+    sys.stdout.flush()
+    words = [word for word in args.words if word != "--resume"]
+    return subprocess.call([sys.executable, "-m", "orchard", *words, "--resume"])
 
 
 def _print_rows(preset: str, rows: list[Row], facts: dict[str, Any]) -> None:
@@ -362,7 +447,8 @@ def speed_cells(row: Row) -> list[str]:
     ratio = _shown(row.ratio) if row.ratio else "-"
     if row.ours.status != "ok":
         ratio = row.ours.status
-    return [ratio, row.case.name, _time(row.ours), _time(row.torch), _served(row)]
+    theirs = _time(row.torch) + (f" {row.peer}" if row.ratio and row.peer != "torch" else "")
+    return [ratio, row.case.name, _time(row.ours), theirs, _served(row)]
 
 
 def _other_cells(row: Row, divisor: float) -> list[str]:
@@ -413,15 +499,16 @@ def _served(row: Row) -> str:
     return ", ".join(dict.fromkeys(row.served.values())) or "-"
 
 
-def _plot(args: argparse.Namespace, picture: Callable[[list[Path]], None]) -> None:
+def _plot(
+    args: argparse.Namespace, picture: Callable[[list[Path]], None], suffix: str = ""
+) -> None:
     if args.no_plot:
         return
     reason = why_no_chart()
     if reason is not None:
         _say(args)(f"Plot left out: {reason}")
         return
-    paths = [args.out / f"{args.preset}.png"]
-    if args.plot == "svg":
-        paths.append(args.out / f"{args.preset}.svg")
+    kinds = ("png", "svg") if args.plot == "svg" else ("png",)
+    paths = [args.out / f"{args.preset}{suffix}.{kind}" for kind in kinds]
     picture(paths)
     _say(args)(f"Plot: {', '.join(map(str, paths))}")

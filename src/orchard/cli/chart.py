@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from orchard.testing.benchmark import Row
-    from orchard.testing.targets import Finding, Unit
+    from orchard.testing.targets import Unit
 
 FASTER, SLOWER, EQUAL = "#2f7d4f", "#b5533c", "#9a9a9a"
-MET = {"aim": FASTER, "must": "#8fbf9f", "no": SLOWER}
+MET = {"aim": FASTER, "must": "#8fbf9f", "no": SLOWER, "-": EQUAL}
 INK, PALE, LINES = "#222222", "#777777", "#dddddd"
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 AXES: dict[Unit, str] = {
     "x": "torch's time / Orchard's, log scale: right of 1 Orchard is faster",
-    "share": "Orchard's rate / the rate of torch's matrix product",
+    "share": "Orchard's rate / that of torch's matrix product, or of contiguous operands",
+    "us": "microseconds of the host for a call: less is better",
     "MB": "MB beyond operands and results: less is better",
 }
 AIM: dict[str, Any] = {
@@ -133,16 +134,16 @@ def title(preset: str, facts: dict[str, Any]) -> str:
 
 
 def draw_targets(
-    preset: str, findings: Sequence[Finding], facts: dict[str, Any], paths: Sequence[Path]
+    preset: str, summaries: Sequence[dict[str, Any]], facts: dict[str, Any], paths: Sequence[Path]
 ) -> None:
-    """A bar for each target with its cases, what it must reach and what it aims at."""
+    """A bar for each stored target with its cases, what it must reach and what it aims at."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels = [
         (unit, found)
         for unit in AXES
-        if (found := [finding for finding in findings if finding.target.unit == unit])
+        if (found := [summary for summary in summaries if summary["unit"] == unit])
     ]
     heights = [len(found) + 1.2 for _, found in panels]
     figure = Figure(figsize=(11, 1.4 + 0.42 * sum(heights)), layout="constrained")
@@ -156,14 +157,10 @@ def draw_targets(
         figure.savefig(path, dpi=150)
 
 
-def _panel(axes: Any, unit: Unit, findings: Sequence[Finding]) -> None:
-    """The findings of one unit, on one axis."""
-    numbers = [
-        number
-        for finding in findings
-        for number in (*finding.values, finding.target.must, finding.target.aim)
-    ]
-    axes.set_ylim(len(findings) - 0.4, -0.6)
+def _panel(axes: Any, unit: Unit, summaries: Sequence[dict[str, Any]]) -> None:
+    """The targets of one unit, on one axis."""
+    numbers = [number for summary in summaries for number in _numbers(summary)] or [1.0]
+    axes.set_ylim(len(summaries) - 0.4, -0.6)
     if unit == "x":
         axes.set_xscale("log")
         axes.set_xlim(min(0.8, min(numbers) / 1.2), max(2.0, max(numbers) * 1.7))
@@ -172,33 +169,40 @@ def _panel(axes: Any, unit: Unit, findings: Sequence[Finding]) -> None:
         axes.set_xlim(0.0, max(numbers) * 1.2)
         _plain(axes)
     axes.set_xlabel(AXES[unit], color=INK, fontsize=9)
-    for place, finding in enumerate(findings):
-        _target_bar(axes, place, finding, start=1.0 if unit == "x" else 0.0)
+    for place, summary in enumerate(summaries):
+        _target_bar(axes, place, summary, start=1.0 if unit == "x" else 0.0)
 
 
-def _target_bar(axes: Any, place: int, finding: Finding, start: float) -> None:
+def _numbers(summary: dict[str, Any]) -> list[float]:
+    """What was found and what it is held to."""
+    limits = (summary["must"], summary["aim"])
+    return [*summary["values"], *(limit for limit in limits if limit is not None)]
+
+
+def _target_bar(axes: Any, place: int, summary: dict[str, Any], start: float) -> None:
     from orchard.testing.targets import cells
 
-    name, found, *_ = cells(finding.summary())
+    name, shown, *_ = cells(summary)
     at_axis = {"xy": (0, place), "xycoords": axes.get_yaxis_transform()}
     beside = {"textcoords": "offset points", "va": "center"}
     axes.annotate(name, **at_axis, xytext=(-8, 0), ha="right", fontsize=10, color=INK, **beside)
-    target, reached = finding.target, [start, *finding.values]
-    if finding.found is not None:
-        bar = {"height": 0.55, "color": MET[finding.met], "zorder": 2}
-        axes.barh(place, finding.found - start, left=start, **bar)
-        if len(finding.values) > 1:
-            heights = [place] * len(finding.values)
-            axes.plot(finding.values, heights, **DOT, markersize=3.5, zorder=4)
-    axes.plot(target.must, place, **TICK, markersize=18, zorder=5)
-    axes.plot(target.aim, place, **AIM)
+    found, values = summary["found"], summary["values"]
+    if found is not None:
+        bar = {"height": 0.55, "color": MET[summary["met"]], "zorder": 2}
+        axes.barh(place, found - start, left=start, **bar)
+        if len(values) > 1:
+            axes.plot(values, [place] * len(values), **DOT, markersize=3.5, zorder=4)
+    if summary["must"] is not None:
+        axes.plot(summary["must"], place, **TICK, markersize=18, zorder=5)
+    if summary["aim"] is not None:
+        axes.plot(summary["aim"], place, **AIM)
     axes.annotate(
-        found,
-        (max(*reached, target.must, target.aim), place),
+        shown,
+        (max([start, *_numbers(summary)]), place),
         (8, 0),
-        color=INK if finding.found is not None else SLOWER,
+        color=INK if found is not None else SLOWER,
         fontsize=9,
-        weight="normal" if finding.found is not None else "bold",
+        weight="normal" if found is not None else "bold",
         **beside,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -19,6 +20,17 @@ def write(data: dict[str, Any], file: TextIO, *, shown: bool) -> None:
         print(line, file=sys.stdout, flush=True)
 
 
+def read(stored: Path) -> list[dict[str, Any]]:
+    """The lines of a file that `write` made; a last one that was cut short is left out."""
+    lines = []
+    for line in stored.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
 def as_data(preset: str, row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     """A row as one JSON object: the case, both sides, the ratio and the machine."""
     from orchard.dispatch.backend import dtype_name
@@ -28,7 +40,7 @@ def as_data(preset: str, row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     return {
         "preset": preset,
         "case": case.name,
-        "step": "forward+backward" if case.backward else "forward",
+        "step": case.step,
         "batch": case.batch,
         "heads": case.heads,
         "kv_heads": case.kv_heads,
@@ -42,7 +54,9 @@ def as_data(preset: str, row: Row, facts: dict[str, Any]) -> dict[str, Any]:
         "mask_grad": case.mask_grad,
         "causal": case.causal,
         "window": case.window,
+        "softcap": case.softcap,
         "dropout_p": case.dropout_p,
+        "deterministic": case.deterministic,
         "grad_rows": case.grad_rows,
         "flops": flops(case),
         "status": row.ours.status,
@@ -50,6 +64,8 @@ def as_data(preset: str, row: Row, facts: dict[str, Any]) -> dict[str, Any]:
         "rounds": row.rounds,
         "ours": _side_data(row.ours, case),
         "torch": _side_data(row.torch, case),
+        "peer": row.peer,
+        "peers": {name: _side_data(side, case) for name, side in row.peers.items()},
         "beside": {
             name: {"seconds": other.seconds._asdict(), "ratio": other.ratio._asdict()}
             for name, other in row.beside.items()

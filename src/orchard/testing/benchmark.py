@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -26,15 +28,19 @@ from orchard.testing.poison import poisoned
 from orchard.text import one_line
 
 Step = Callable[[], object]
+Setting = Callable[[], AbstractContextManager[object]]
+Sampling = Callable[[Step, torch.device, float], Callable[[], float]]
 Status = Literal["ok", "WRONG", "over budget", "not served", "failed", "not measured"]
 
 SAMPLE_SECONDS = 0.002  # a sample repeats the call until it lasts about this long
+CUDA_SAMPLE_SECONDS = 0.012  # shorter bursts leave a GPU time to cool down between them
 FEWEST_ROUNDS = 4  # or as many as PATIENCE seconds allow, but LEAST_ROUNDS
 LEAST_ROUNDS = 2
 PATIENCE = 5.0
 LONG_CALL = 1.0  # seconds: such a call, once it has been checked, needs no other warm-up
 BACKWARD_COST = 2.5  # of a forward, by the field's convention
 SEED = 7
+OURS = "ours"
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -52,12 +58,16 @@ class Case:
     value_dim: int = 64
     dtype: torch.dtype = torch.float32
     views: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")
-    mask: Literal["padding", "bias"] | None = None  # bool [B,1,1,Sk] or additive [1,H,Sq,Sk]
+    # bool [B,1,1,Sk], or additive [1,H,Sq,Sk] or [B,1,Sq,Sk]
+    mask: Literal["padding", "bias", "batch_bias"] | None = None
     mask_grad: bool = False
     causal: Causal = False
     window: tuple[int, int] | None = None
+    softcap: float | None = None
     dropout_p: float = 0.0
     backward: bool = False
+    backward_only: bool = False  # of a backward: its forward is not timed
+    deterministic: bool = False  # Orchard is asked for deterministic algorithms; its peers are not
     grad_rows: int | None = None  # the gradient that comes in is zero but for so many last rows
 
     @property
@@ -65,6 +75,13 @@ class Case:
         left, right = self.window or (-1, -1)
         bottom_right = self.causal == "bottom_right"
         return make_band(left, 0 if self.causal else right, bottom_right, self.rows, self.keys)
+
+    @property
+    def step(self) -> str:
+        """What is timed."""
+        if not self.backward:
+            return "forward"
+        return "backward" if self.backward_only else "forward+backward"
 
     @property
     def sizes(self) -> str:
@@ -88,7 +105,8 @@ def flops(case: Case) -> float:
     else:
         pairs = sum(_visible(row, case.keys, band) for row in range(case.rows))
     forward = 2.0 * case.batch * case.heads * pairs * (case.dim + case.value_dim)
-    return forward * (1 + BACKWARD_COST) if case.backward else forward
+    costs = {"forward": 1.0, "backward": BACKWARD_COST, "forward+backward": 1.0 + BACKWARD_COST}
+    return forward * costs[case.step]
 
 
 def _visible(row: int, keys: int, band: Band) -> int:
@@ -114,8 +132,8 @@ class Operands:
 
 
 def build(case: Case, device: torch.device) -> Operands:
-    """Operands for `case`, the same values on every device."""
-    source = Generator().manual_seed(SEED)
+    """Operands for `case`, the same values every time; a GPU draws its own, which saves seconds."""
+    source = Generator(device if device.type == "cuda" else "cpu").manual_seed(SEED)
     place = partial(guarded, dtype=case.dtype, device=device, generator=source)
     shapes = (
         (case.batch, case.heads, case.rows, case.dim),
@@ -130,8 +148,9 @@ def build(case: Case, device: torch.device) -> Operands:
         lengths = torch.linspace(case.keys, case.keys // 2, case.batch, device=device)
         seen = torch.arange(case.keys, device=device) < lengths.round()[:, None]
         mask = seen[:, None, None]
-    elif case.mask == "bias":
-        guards.append(place((1, case.heads, case.rows, case.keys)))
+    elif case.mask is not None:
+        planes = (1, case.heads) if case.mask == "bias" else (case.batch, 1)
+        guards.append(place((*planes, case.rows, case.keys)))
         mask = guards[-1].tensor
         leaves += [mask] if case.mask_grad else []
     grad_out = None
@@ -146,11 +165,11 @@ def build(case: Case, device: torch.device) -> Operands:
     return Operands(query, key, value, mask, grad_out, tuple(leaves), tuple(guards))
 
 
-def our_step(
+def our_attention(
     case: Case, operands: Operands, backend: str, generator: Generator | None = None
-) -> tuple[Tensor, ...]:
-    """One call of Orchard's attention: the output, and the gradients where the case wants them."""
-    out = attention(
+) -> Tensor:
+    """One call of Orchard's attention."""
+    out: Tensor = attention(
         operands.query,
         operands.key,
         operands.value,
@@ -158,12 +177,21 @@ def our_step(
         generator=generator,
         backend=backend,
     )
-    return _with_gradients(out, operands)
+    return out
 
 
-def torch_step(case: Case, operands: Operands) -> tuple[Tensor, ...]:
+def our_step(
+    case: Case, operands: Operands, backend: str, generator: Generator | None = None
+) -> tuple[Tensor, ...]:
+    """One call of Orchard's attention: the output, and the gradients where the case wants them."""
+    return _with_gradients(our_attention(case, operands, backend, generator), operands)
+
+
+def torch_attention(case: Case, operands: Operands) -> Tensor:
     """The same by torch, called as its user would call it; `operands` are from `for_torch`."""
-    out = F.scaled_dot_product_attention(
+    if case.softcap is not None:
+        raise NotImplementedError("torch's scaled_dot_product_attention has no softcap")
+    out: Tensor = F.scaled_dot_product_attention(
         operands.query,
         operands.key,
         operands.value,
@@ -172,7 +200,7 @@ def torch_step(case: Case, operands: Operands) -> tuple[Tensor, ...]:
         is_causal=case.band is not None and operands.mask is None,
         enable_gqa=case.heads != case.kv_heads,
     )
-    return _with_gradients(out, operands)
+    return out
 
 
 def for_torch(case: Case, operands: Operands) -> Operands:
@@ -213,6 +241,7 @@ def options_of(case: Case, operands: Operands) -> dict[str, Any]:
         "mask": operands.mask,
         "causal": case.causal,
         "window": case.window,
+        "softcap": case.softcap,
         "dropout_p": case.dropout_p,
     }
 
@@ -221,6 +250,22 @@ def _with_gradients(out: Tensor, operands: Operands) -> tuple[Tensor, ...]:
     if operands.grad_out is None:
         return (out,)
     return (out, *torch.autograd.grad(out, operands.leaves, operands.grad_out))
+
+
+def as_it_is(case: Case, operands: Operands) -> Operands:
+    return operands
+
+
+class Peer(NamedTuple):
+    """Somebody else who computes a case: from which operands, and in which setting."""
+
+    attend: Callable[[Case, Operands], Tensor]
+    adapt: Callable[[Case, Operands], Operands] = as_it_is
+    setting: Setting = nullcontext
+
+
+# The function is looked up when it is called.
+TORCH = Peer(lambda case, operands: torch_attention(case, operands), for_torch)
 
 
 @dataclass(frozen=True)
@@ -252,14 +297,16 @@ def affordable_part(case: Case, most_scores: int) -> Part:
     """As much of `case` as has at most so many scores, and at least one group of heads.
 
     Rows are left out only where they are independent: not with dropout, and of a backward only
-    those that pass no gradient on. A mask's gradient sums over every batch.
+    those that pass no gradient on. A mask's gradient sums over every batch, or over every head.
     """
-    group = case.heads // case.kv_heads
-    batch = case.batch if case.mask_grad else 1
-    by_group = batch * group * case.rows * case.keys
     if case.batch * case.heads * case.rows * case.keys <= most_scores:
         return Part(case.batch, case.heads, case.kv_heads, case.rows)
+    group = case.heads // case.kv_heads
+    batch = case.batch if case.mask_grad and case.mask == "bias" else 1
+    by_group = batch * group * case.rows * case.keys
     kv_heads = min(max(most_scores // by_group, 1), case.kv_heads)
+    if case.mask_grad and case.mask == "batch_bias":
+        kv_heads = case.kv_heads
     rows = case.rows
     fewest = (case.grad_rows or case.rows) if case.backward else 1
     if by_group > most_scores and not case.dropout_p and not case.mask_grad:
@@ -418,7 +465,8 @@ def sampler(step: Step, device: torch.device, known: float = 0.0) -> Callable[[]
     if first >= LONG_CALL / 10:
         return partial(clock, step, 1, device)
     once = min(clock(step, 1, device) for _ in range(2))
-    calls = max(1, math.ceil(SAMPLE_SECONDS / max(once, 1e-7)))
+    lasting = CUDA_SAMPLE_SECONDS if device.type == "cuda" else SAMPLE_SECONDS
+    calls = max(1, math.ceil(lasting / max(once, 1e-7)))
     return partial(clock, step, calls, device)
 
 
@@ -486,6 +534,8 @@ class Row:
     served: dict[str, str]  # stage to backend
     kernels: tuple[str, ...]  # backend/kernel
     beside: dict[str, Beside] = field(default_factory=dict)
+    peer: str = "torch"  # whom `torch` and `ratio` are of: the fastest of the peers
+    peers: dict[str, Side] = field(default_factory=dict)
 
     @property
     def right(self) -> bool:
@@ -499,6 +549,14 @@ class _Attempt(NamedTuple):
     seconds: float = 0.0
 
 
+class _Turn(NamedTuple):
+    """A step that is timed in its setting, and how long a call of it has taken already."""
+
+    step: Step
+    setting: Setting = nullcontext
+    known: float = 0.0
+
+
 def measure(
     case: Case,
     device: torch.device,
@@ -507,19 +565,25 @@ def measure(
     *,
     peaks: bool = True,
     beside: Mapping[str, Step] | None = None,
+    peers: Mapping[str, Peer] | None = None,
+    sampling: Sampling = sampler,
 ) -> Row:
-    """Check both sides of `case`, then time in turn those that are right.
+    """Check every side of `case`, then time in turn those that are right.
 
-    The steps of `beside` take their turn in the same rounds. Without `peaks`, memory is left out.
+    The peers are torch as its user calls it unless others are named; the fastest of them is what
+    the ratio is to. The steps of `beside` take their turn in the same rounds. Without `peaks`,
+    memory is left out.
     """
     operands = build(case, device)
-    plan = explain(
-        operands.query,
-        operands.key,
-        operands.value,
-        backend=backend,
-        **options_of(case, operands),
-    )
+    setting = deterministic if case.deterministic else nullcontext
+    with setting():
+        plan = explain(
+            operands.query,
+            operands.key,
+            operands.value,
+            backend=backend,
+            **options_of(case, operands),
+        )
     for stage in (plan, plan.backward):
         if stage is not None and stage.backend is None:
             unserved = Side("not served", "; ".join(_why_nobody(stage)))
@@ -527,41 +591,95 @@ def measure(
     seed = draw_seed(device, Generator(device).manual_seed(SEED)) if case.dropout_p else None
     judged_by = oracle(case, operands, plan.problem.options, seed)
     before = Served.so_far()
-    ours, our_time = _try_ours(case, operands, plan, judged_by)
-    peers = for_torch(case, operands)
-    theirs, their_time = _try_torch(case, peers, judged_by)
-    steps: dict[str, Step] = {}
+    peers = {"torch": TORCH} if peers is None else peers
+    given = {name: peer.adapt(case, operands) for name, peer in peers.items()}
+    with setting():
+        ours, our_time = _try_ours(case, operands, plan, judged_by)
+    tried = {name: _try_peer(case, given[name], peer, judged_by) for name, peer in peers.items()}
+    turns: dict[str, _Turn] = {}
     if ours.status == "ok":
-        steps["ours"] = partial(our_step, case, operands, backend)
-        if theirs.status == "ok":
-            steps["torch"] = partial(torch_step, case, peers)
-        steps |= beside or {}
-    samples = _take_turns(steps, {"ours": our_time, "torch": their_time}, device, seconds)
+        call = partial(our_attention, backend=backend)
+        turns[OURS] = _Turn(_timed_step(case, operands, call, setting), setting, our_time)
+        for name, (side, took) in tried.items():
+            if side.status == "ok":
+                peer = peers[name]
+                step = _timed_step(case, given[name], peer.attend, peer.setting)
+                turns[name] = _Turn(step, peer.setting, took)
+        turns |= {name: _Turn(step) for name, step in (beside or {}).items()}
+    samples, broken = _take_turns(turns, device, seconds, sampling)
     served = Served.so_far().since(before)
-    if "ours" in samples:
-        ours = _timed(ours, case, samples["ours"], steps["ours"], device, peaks)
-    if "torch" in samples:
-        theirs = _timed(theirs, case, samples["torch"], steps["torch"], device, peaks)
+    sides = {OURS: ours, **{name: side for name, (side, _) in tried.items()}} | broken
+    for name in sides.keys() & samples.keys():
+        sides[name] = _timed(sides[name], case, samples[name], turns[name], device, peaks)
     others = {
-        name: Beside(spread(each), paired_ratio(samples["ours"], each))
+        name: Beside(spread(each), paired_ratio(samples[OURS], each))
         for name, each in samples.items()
-        if name != "ours"
+        if name != OURS and OURS in samples
     }
-    ratio = others.pop("torch").ratio if "torch" in others else None
-    rounds = len(samples.get("ours", ()))
-    names = tuple(served.kernels)
-    return Row(case, ours, theirs, ratio, rounds, served.by_stage(), names, others)
+    ours = sides.pop(OURS)
+    ratios = {name: others.pop(name).ratio for name in list(sides) if name in others}
+    peer_name = min(ratios, key=lambda name: ratios[name].p50, default=next(iter(sides), "torch"))
+    return Row(
+        case,
+        ours,
+        sides.get(peer_name, Side("not measured")),
+        ratios.get(peer_name),
+        len(samples.get(OURS, ())),
+        served.by_stage(),
+        tuple(served.kernels),
+        others,
+        peer_name,
+        sides,
+    )
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """While this lasts torch asks for deterministic algorithms."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _timed_step(
+    case: Case, operands: Operands, attend: Callable[[Case, Operands], Tensor], setting: Setting
+) -> Step:
+    """The whole step; of a backward alone the forward is made here, once."""
+    if not case.backward_only:
+        return lambda: _with_gradients(attend(case, operands), operands)
+    with setting():
+        out = attend(case, operands)
+    return lambda: torch.autograd.grad(out, operands.leaves, operands.grad_out, retain_graph=True)
 
 
 def _take_turns(
-    steps: Mapping[str, Step], known: Mapping[str, float], device: torch.device, seconds: float
-) -> dict[str, list[float]]:
-    """Samples of each step by name; `known` is how long a call took where that is known."""
-    if not steps:
-        return {}
-    samplers = [sampler(step, device, known.get(name, 0.0)) for name, step in steps.items()]
-    fewest = fewest_rounds(sum(known.get(name, 0.0) for name in steps))
-    return dict(zip(steps, interleave(samplers, seconds, fewest), strict=True))
+    turns: Mapping[str, _Turn], device: torch.device, seconds: float, sampling: Sampling
+) -> tuple[dict[str, list[float]], dict[str, Side]]:
+    """Samples of each by name, and the sides of those that could not be sampled."""
+    samplers: dict[str, Callable[[], float]] = {}
+    broken: dict[str, Side] = {}
+    for name, turn in turns.items():
+        try:
+            with turn.setting():
+                samplers[name] = partial(
+                    _in_setting, turn.setting, sampling(turn.step, device, turn.known)
+                )
+        except RuntimeError as error:
+            broken[name] = Side("failed", one_line(error))
+    if OURS not in samplers:
+        return {}, broken
+    fewest = fewest_rounds(sum(turns[name].known for name in samplers))
+    samples = interleave(list(samplers.values()), seconds, fewest)
+    return dict(zip(samplers, samples, strict=True)), broken
+
+
+def _in_setting(setting: Setting, sample: Callable[[], float]) -> float:
+    """A sample, of which the time to change the setting is no part."""
+    with setting():
+        return sample()
 
 
 def _try_ours(case: Case, operands: Operands, plan: Plan, judged_by: Oracle) -> _Attempt:
@@ -570,11 +688,16 @@ def _try_ours(case: Case, operands: Operands, plan: Plan, judged_by: Oracle) -> 
         with poisoned():
             start = time.perf_counter()
             results = our_step(case, operands, plan.requested, source)
-            took = time.perf_counter() - start
+            took = _known(start, operands)
         found = check(judged_by, operands, results)
     except RuntimeError as error:
         return _Attempt(Side("failed", one_line(error)))
     return _Attempt(Side("ok" if found.ok else "WRONG", str(found), found), took)
+
+
+def _known(start: float, operands: Operands) -> float:
+    """How long a call took since `start`; on a GPU, where it compiled and did not wait, nothing."""
+    return 0.0 if operands.query.device.type == "cuda" else time.perf_counter() - start
 
 
 def _why_nobody(plan: Plan) -> list[str]:
@@ -586,11 +709,13 @@ def _why_nobody(plan: Plan) -> list[str]:
     ]
 
 
-def _try_torch(case: Case, operands: Operands, judged_by: Oracle) -> _Attempt:
+def _try_peer(case: Case, operands: Operands, peer: Peer, judged_by: Oracle) -> _Attempt:
     try:
         start = time.perf_counter()
-        results = torch_step(case, operands)
-        took = time.perf_counter() - start
+        with peer.setting(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # why a kernel that was forced does not take a case
+            results = _with_gradients(peer.attend(case, operands), operands)
+        took = _known(start, operands)
         if case.dropout_p:
             return _Attempt(Side("ok", "not judged: its dropout bits are its own"), took)
         found = check(judged_by, operands, results)
@@ -603,11 +728,14 @@ def _timed(
     side: Side,
     case: Case,
     samples: Sequence[float],
-    step: Step,
+    turn: _Turn,
     device: torch.device,
     peaks: bool,
 ) -> Side:
     seconds = spread(samples)
     rate = flops(case) / seconds.p50 / 1e9
-    peak = peak_memory(step, device) if peaks else None
+    peak = None
+    if peaks:
+        with turn.setting():
+            peak = peak_memory(turn.step, device)
     return replace(side, seconds=seconds, gflops=rate, peak_bytes=peak)

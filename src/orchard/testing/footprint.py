@@ -1,7 +1,8 @@
-"""What a step needs in memory beyond its operands and results, measured in a process of its own.
+"""What a step needs in memory beyond its operands and results.
 
-The process has done nothing larger before, so that its peak is this step's. Run as a module it
-is that process: a case comes in as JSON on standard input, a report goes out on standard output.
+On a CPU it is measured in a process of its own, which has done nothing larger before, so that its
+peak is this step's. Run as a module it is that process: a case comes in as JSON on standard input,
+a report goes out on standard output. On a GPU torch's allocator keeps the account.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +33,13 @@ from orchard.testing.benchmark import (
     Side,
     build,
     check,
+    deterministic,
     options_of,
     oracle,
     our_step,
 )
 from orchard.testing.budget import Comparison
-from orchard.testing.memory import resident_growth
+from orchard.testing.memory import peak_memory, resident_growth
 from orchard.testing.poison import poisoned
 from orchard.text import one_line
 
@@ -58,8 +62,10 @@ class Footprint:
     extra: int | None  # bytes
 
 
-def footprint(case: Case, backend: str) -> Footprint:
-    """Measure `case` on the CPU in a new process with as many threads as this one."""
+def footprint(case: Case, backend: str, device: torch.device = CPU) -> Footprint:
+    """Measure `case`, on the CPU in a new process with as many threads as this one."""
+    if device.type == "cuda":
+        return _told(case, _measured(case, build(case, device), backend))
     question = {
         "case": {**asdict(case), "dtype": dtype_name(case.dtype)},
         "backend": backend,
@@ -72,7 +78,10 @@ def footprint(case: Case, backend: str) -> Footprint:
         said = done.stderr.strip().splitlines() or ["nothing was said"]
         note = f"its process ended with {done.returncode}: {said[-1]}"
         return Footprint(_row(case, Side("failed", note)), None)
-    told = json.loads(done.stdout)
+    return _told(case, json.loads(done.stdout))
+
+
+def _told(case: Case, told: dict[str, Any]) -> Footprint:
     found = told["check"] and Check(
         Part(**told["check"]["part"]),
         tuple(Comparison(*each) for each in told["check"]["comparisons"]),
@@ -103,18 +112,21 @@ def _tuples(value: Any) -> Any:
 
 
 def _measured(case: Case, operands: Operands, backend: str) -> dict[str, Any]:
-    seed = draw_seed(CPU, Generator().manual_seed(SEED)) if case.dropout_p else None
-    source = Generator().manual_seed(SEED)
+    device = operands.query.device
+    seed = draw_seed(device, Generator(device).manual_seed(SEED)) if case.dropout_p else None
+    source = Generator(device).manual_seed(SEED)
+    grow = resident_growth if device.type == "cpu" else partial(peak_memory, device=device)
+    setting = deterministic if case.deterministic else nullcontext
     results: tuple[torch.Tensor, ...] = ()
 
     def step() -> None:
         nonlocal results
-        with poisoned():
+        with setting(), poisoned():
             results = our_step(case, operands, backend, source)
 
     before = Served.so_far()
     try:
-        growth = resident_growth(step)
+        growth = grow(step)
     except RuntimeError as error:
         status = "not served" if isinstance(error, NotServedError) else "failed"
         return {**_NOTHING, "status": status, "note": one_line(error)}

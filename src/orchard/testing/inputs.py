@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,20 +82,25 @@ def guarded(
     generator: torch.Generator | None = None,
     scale: float = 1.0,
 ) -> Guarded:
-    """Normal values of `shape`, laid out as `view` says, between guards of NaN."""
+    """Normal values of `shape`, laid out as `view` says, between guards of NaN.
+
+    They are drawn where `generator` is, on the CPU without one.
+    """
+    home = torch.device("cpu") if generator is None else generator.device
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64, device=home)
     strides = view.strides(shape)
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
     start = GUARD + view.offset
-    buffer = torch.full((start + span + GUARD,), torch.nan, dtype=dtype)
+    buffer = torch.full((start + span + GUARD,), torch.nan, dtype=dtype, device=home)
     tensor = buffer.as_strided(tuple(shape), strides, start)
     if tensor.numel():
         # Written through the first copy of each expanded axis; overlaps settle on the last write.
         once = tuple(1 if axis in view.expanded else size for axis, size in enumerate(shape))
         target = buffer.as_strided(once, strides, start)
-        values = torch.randn(once, generator=generator, dtype=torch.float64) * scale
+        values = draw(once) * scale
         if view.overlapping:
             flat = buffer[start : start + span]
-            flat.copy_(torch.randn(span, generator=generator, dtype=torch.float64) * scale)
+            flat.copy_(draw(span) * scale)
         else:
             target.copy_(values)
     buffer = buffer.to(device)

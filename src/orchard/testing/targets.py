@@ -1,63 +1,95 @@
-"""What a backend is to reach, as data: each line of the table with its cases, and how it is met."""
+"""What a backend is to reach, as data: each line of a table with its cases, and how it is met."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import geometric_mean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from orchard.quantization import QuantizationConfig
-from orchard.testing.benchmark import Case, Row, Side, Spread, flops, measure
+from orchard.testing import torch_peers
+from orchard.testing.benchmark import (
+    TORCH,
+    Case,
+    Peer,
+    Row,
+    Side,
+    Spread,
+    build,
+    flops,
+    measure,
+    our_step,
+)
 from orchard.testing.footprint import footprint
-from orchard.testing.quantized_steps import Quantised, quantised_step
+from orchard.testing.gpu_timing import enqueued, replayed
+from orchard.testing.quantized_steps import Quantised, QuantisedStep, quantised_step
 
-Kind = Literal["ratio", "decode", "matmul", "memory", "quantised", "quantised-torch", "bytes"]
-Unit = Literal["x", "share", "MB"]
-Table = Callable[[], list["Target"]]
+Kind = Literal[
+    "ratio",
+    "gpu_time",
+    "host_time",
+    "layout",
+    "decode",
+    "matmul",
+    "memory",
+    "quantised",
+    "quantised-torch",
+    "bytes",
+]
+Unit = Literal["x", "share", "us", "MB"]
+Against = Literal["torch", "fused", "flex"]
 
 CPU = torch.device("cpu")
 MATMUL_SIZE = 2048
 COPY_BYTES = 2**28  # far more than a cache holds
-NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_SHARES = ("matmul", "bytes")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEADERS = ("work", "found", "worst to best", "must", "aim", "met")
-
-_LENGTHS = (512, 1024, 2048, 4096)
-_SHORTER = (512, 1024, 2048)  # where torch holds every score at once
-_DIMS = ((64, 64), (128, 128))
-_STRIDED = ("last_strided", "last_strided", "last_strided")
+UNITS: Mapping[Kind, Unit] = {
+    "layout": "share",
+    "matmul": "share",
+    "host_time": "us",
+    "memory": "MB",
+    "bytes": "share",
+}
+LESS_IS_BETTER: tuple[Kind, ...] = ("host_time", "memory", "bytes")
 
 
 @dataclass(frozen=True)
 class Target:
     """A line of the table: what the geometric mean over its cases must reach, and aims at.
 
-    `ratio`: torch's time over ours. `decode`: the same, and the aim also asks for a share of the
-    bandwidth of a memory copy. `matmul`: our rate as a share of torch's matrix product's.
-    `memory`: megabytes beyond operands and results, where less is better. `quantised`: our time
-    without quantisation over ours with it, `quantised-torch`: torch's over it, `bytes`: what key
-    and value take, as a share of what they took, where less is better.
+    `ratio`: torch's time over ours. `gpu_time`: the same of recorded calls, without the host's
+    part. `host_time`: microseconds until our call is on its way. `layout`: our time on contiguous
+    operands over that on the case's. `decode`: the ratio, and a share of the bandwidth of a
+    memory copy. `matmul`: our rate as a share of torch's matrix product's. `memory`: megabytes
+    beyond operands and results. `quantised`: our time without quantisation over ours with it.
+    `quantised-torch`: torch's over it. `bytes`: what key and value take, as a share of what they
+    took. Without `must` it is measured and held to nothing.
     """
 
     work: str
-    must: float
-    aim: float
+    must: float | None
+    aim: float | None
     cases: tuple[Case, ...]
     kind: Kind = "ratio"
-    copy_share: float | None = None
+    copy_share: float | None = None  # which the aim asks for as well
+    must_copy_share: float | None = None
+    worst: float | None = None  # what every case must reach
+    against: Against = "torch"
+    fp32_dq: bool = False  # one fp32 gradient of the query is no extra memory
     quantised: Quantised | None = None
 
     @property
     def unit(self) -> Unit:
-        return "MB" if self.kind == "memory" else "share" if self.kind in _SHARES else "x"
+        return UNITS.get(self.kind, "x")
 
     @property
     def less_is_better(self) -> bool:
-        return self.kind in ("memory", "bytes")
+        return self.kind in LESS_IS_BETTER
 
 
 @dataclass(frozen=True)
@@ -80,6 +112,11 @@ class Point:
 
     def data(self) -> dict[str, float] | None:
         return None if self.value is None else self.value._asdict()
+
+
+def failed(case: Case, note: str) -> Point:
+    """A case that came to nothing."""
+    return Point(Row(case, Side("failed", note), Side("not measured"), None, 0, {}, ()), None)
 
 
 @dataclass(frozen=True)
@@ -124,16 +161,32 @@ class Finding:
         return min(shares, default=None)
 
     @property
-    def met(self) -> Literal["aim", "must", "no"]:
+    def met(self) -> Literal["aim", "must", "no", "-"]:
         """What is reached; a case of ours without a number reaches nothing."""
         found, target = self.found, self.target
         if found is None:
             return "no"
-        better = _at_most if target.less_is_better else _at_least
-        also = target.copy_share is None or (self.copy_share or 0.0) >= target.copy_share
-        if better(found, target.aim) and also:
-            return "aim"
-        return "must" if better(found, target.must) else "no"
+        if target.must is None:
+            return "-"
+        worst = min(self.values, key=self._goodness)
+        must = (
+            self._reaches(found, target.must)
+            and (target.worst is None or self._reaches(worst, target.worst))
+            and self._copies(target.must_copy_share)
+        )
+        if not must:
+            return "no"
+        aim = target.aim is not None and self._reaches(found, target.aim)
+        return "aim" if aim and self._copies(target.copy_share) else "must"
+
+    def _goodness(self, value: float) -> float:
+        return -value if self.target.less_is_better else value
+
+    def _reaches(self, value: float, limit: float) -> bool:
+        return self._goodness(value) >= self._goodness(limit)
+
+    def _copies(self, share: float | None) -> bool:
+        return share is None or (self.copy_share or 0.0) >= share
 
     def summary(self) -> dict[str, Any]:
         """The line of the table as data; `cells` makes it readable."""
@@ -145,32 +198,28 @@ class Finding:
             "found": self.found,
             "worst": worst,
             "best": best,
+            "values": self.values,
             "must": target.must,
+            "must_worst": target.worst,
+            "must_copy_share": target.must_copy_share,
             "aim": target.aim,
             "aim_copy_share": target.copy_share,
             "met": self.met,
             "status": self.status,
             "cases": len(self.points),
             "compared": len(self.values),
+            "peers": dict(Counter(point.row.peer for point in self.points if point.row.ratio)),
             "bandwidth": min(bandwidths, default=None),
             "copy_share": self.copy_share,
         }
 
 
-def _at_least(value: float, limit: float) -> bool:
-    return value >= limit
-
-
-def _at_most(value: float, limit: float) -> bool:
-    return value <= limit
-
-
 def cells(summary: dict[str, Any]) -> list[str]:
     """A summary for people, in the order of HEADERS."""
-    unit, share = summary["unit"], summary["aim_copy_share"]
+    unit = summary["unit"]
     found = summary["status"]
     if summary["found"] is not None:
-        found = _amount(summary["found"], unit)
+        found = _amount(summary["found"], unit) + _peers(summary.get("peers", {}))
         if summary["bandwidth"] is not None:
             found += f", {summary['bandwidth'] / 1e9:.1f} GB/s"
         if summary["copy_share"] is not None:
@@ -180,63 +229,147 @@ def cells(summary: dict[str, Any]) -> list[str]:
     ends = "-"
     if summary["worst"] != summary["best"]:
         ends = f"{_amount(summary['worst'], unit)} to {_amount(summary['best'], unit)}"
-    aim = _limit(summary["aim"], unit) + (f", {share:.0%} of a copy" if share else "")
-    return [summary["target"], found, ends, _limit(summary["must"], unit), aim, summary["met"]]
+    must = _limit(summary["must"], unit, summary.get("must_copy_share"))
+    if summary.get("must_worst") is not None:
+        must += f", worst {_limit(summary['must_worst'], unit)}"
+    aim = _limit(summary["aim"], unit, summary["aim_copy_share"])
+    return [summary["target"], found, ends, must, aim, summary["met"]]
+
+
+def _peers(counts: dict[str, int]) -> str:
+    """Who was the fastest, how often; nothing where there was torch as such alone."""
+    if set(counts) <= {"torch"}:
+        return ""
+    names = (name if len(counts) == 1 else f"{name} {n}" for name, n in counts.items())
+    return f" ({', '.join(names)})"
 
 
 def _amount(value: float, unit: Unit) -> str:
-    if unit == "MB":
-        return f"{value:.1f} MB"
+    if unit in ("us", "MB"):
+        return f"{value:.1f} {unit}"
     text = f"{value:.2f}" if value < 10 else f"{value:.1f}"
     return f"{text}x" if unit == "x" else text
 
 
-def _limit(value: float, unit: Unit) -> str:
-    return {"x": f"{value:g}x", "share": f"{value:g}", "MB": f"{value:g} MB"}[unit]
+def _limit(value: float | None, unit: Unit, copy_share: float | None = None) -> str:
+    if value is None:
+        return "-"
+    amount = {"x": f"{value:g}x", "share": f"{value:g}"}.get(unit, f"{value:g} {unit}")
+    return f"{amount}, {copy_share:.0%} of a copy" if copy_share else amount
 
 
-def measure_case(target: Target, case: Case, backend: str, seconds: float) -> Point:
-    """One case of `target` on the CPU, checked and measured."""
-    if target.kind == "memory":
-        used = footprint(case, backend)
-        right = used.row.ours.status == "ok" and used.extra is not None
-        return Point(used.row, _constant(max(used.extra or 0, 0) / 1e6) if right else None)
-    timed = partial(measure, case, CPU, backend, seconds, peaks=False)
-    if target.quantised is not None:
-        return _measure_quantised(target.kind, target.quantised, case, timed)
-    if target.kind == "matmul":
-        row = timed(beside={"matmul": _matmul(case.dtype)})
-        scale = flops(case) / (2.0 * MATMUL_SIZE**3)
-        return Point(row, _scaled(_beside(row, "matmul"), scale))
-    if target.kind == "decode":
-        row = timed(beside={"copy": _copy()})
-        moved = bytes_moved(case)
-        share = _scaled(_beside(row, "copy"), moved / (2.0 * COPY_BYTES))
-        bandwidth = None if row.ours.seconds is None else moved / row.ours.seconds.p50
-        return Point(row, row.ratio, bandwidth, None if share is None else share.p50)
-    row = timed()
+class _Means(NamedTuple):
+    """How a case is measured, whatever it is."""
+
+    device: torch.device
+    backend: str
+    seconds: float
+
+    def row(self, case: Case, **more: Any) -> Row:
+        return measure(case, self.device, self.backend, self.seconds, peaks=False, **more)
+
+
+def measure_case(
+    target: Target, case: Case, backend: str, seconds: float, device: torch.device = CPU
+) -> Point:
+    """One case of `target`, checked and measured."""
+    return _MEASURES[target.kind](target, case, _Means(device, backend, seconds))
+
+
+def peers_of(target: Target, case: Case, device: torch.device) -> dict[str, Peer]:
+    """Those whose fastest a case of the target is compared with."""
+    if target.against == "fused":
+        return dict(torch_peers.FUSED)
+    if target.against == "flex":
+        return {"flex": torch_peers.flex(case, device)}
+    return {"torch": TORCH}
+
+
+def _ratio(target: Target, case: Case, means: _Means) -> Point:
+    row = means.row(case, peers=peers_of(target, case, means.device))
     return Point(row, row.ratio)
 
 
-def _measure_quantised(
-    kind: Kind, quantised: Quantised, case: Case, timed: Callable[..., Row]
-) -> Point:
-    """The case as it is and quantised, in the same rounds."""
-    made = quantised_step(case, quantised)
-    row = timed(beside={"quantised": made.step})
+def _gpu_time(target: Target, case: Case, means: _Means) -> Point:
+    peers = peers_of(target, case, means.device)
+    row = means.row(case, peers=peers, sampling=replayed)
+    return Point(row, row.ratio)
+
+
+def _host_time(target: Target, case: Case, means: _Means) -> Point:
+    row = means.row(case, sampling=enqueued)
+    return Point(row, _scaled(row.ours.seconds, 1e6))
+
+
+def _layout(target: Target, case: Case, means: _Means) -> Point:
+    plain = replace(case, views=("contiguous",) * 3)
+    step = partial(our_step, plain, build(plain, means.device), means.backend)
+    row = means.row(case, peers={}, beside={"contiguous": step})
+    return Point(row, _beside(row, "contiguous"))
+
+
+def _decode(target: Target, case: Case, means: _Means) -> Point:
+    peers = peers_of(target, case, means.device)
+    row = means.row(case, peers=peers, beside={"copy": _copy(means.device)})
+    moved = bytes_moved(case)
+    share = _scaled(_beside(row, "copy"), moved / (2.0 * COPY_BYTES))
+    bandwidth = None if row.ours.seconds is None else moved / row.ours.seconds.p50
+    return Point(row, row.ratio, bandwidth, None if share is None else share.p50)
+
+
+def _matmul_share(target: Target, case: Case, means: _Means) -> Point:
+    row = means.row(case, beside={"matmul": _matmul(case.dtype, means.device)})
+    scale = flops(case) / (2.0 * MATMUL_SIZE**3)
+    return Point(row, _scaled(_beside(row, "matmul"), scale))
+
+
+def _memory(target: Target, case: Case, means: _Means) -> Point:
+    used = footprint(case, means.backend, means.device)
+    if used.row.ours.status != "ok" or used.extra is None:
+        return Point(used.row, None)
+    allowed = 4 * case.batch * case.heads * case.rows * case.dim if target.fp32_dq else 0
+    return Point(used.row, _constant(max(used.extra - allowed, 0) / 1e6))
+
+
+def _quantised(target: Target, case: Case, means: _Means) -> Point:
+    row, _ = _beside_quantised(target, case, means)
+    return Point(row, _inverse(_beside(row, "quantised")))
+
+
+def _quantised_over_torch(target: Target, case: Case, means: _Means) -> Point:
+    row, _ = _beside_quantised(target, case, means)
+    gain = _inverse(_beside(row, "quantised"))
+    return Point(row, None if row.ratio is None else _scaled(gain, row.ratio.p50))
+
+
+def _bytes(target: Target, case: Case, means: _Means) -> Point:
+    row, made = _beside_quantised(target, case, means)
+    return Point(row, _constant(made.share_of_bytes) if row.ours.status == "ok" else None)
+
+
+def _beside_quantised(target: Target, case: Case, means: _Means) -> tuple[Row, QuantisedStep]:
+    """The case as it is and quantised, in the same rounds; WRONG where quantised it is."""
+    if target.quantised is None:
+        raise ValueError(f"{target.work}: a target of kind {target.kind} needs `quantised`")
+    made = quantised_step(case, target.quantised)
+    row = means.row(case, beside={"quantised": made.step})
     if not made.check.ok:
-        return Point(replace(row, ours=Side("WRONG", str(made.check), made.check)), None)
-    if kind == "bytes":
-        return Point(row, _constant(made.share_of_bytes))
-    beside = _beside(row, "quantised")
-    if beside is None or row.ratio is None:
-        return Point(row, None)
-    over = row.ratio.p50 if kind == "quantised-torch" else 1.0
-    return Point(row, Spread(over / beside.p80, over / beside.p50, over / beside.p20))
+        row = replace(row, ours=Side("WRONG", str(made.check), made.check), beside={})
+    return row, made
 
 
-def _constant(value: float) -> Spread:
-    return Spread(value, value, value)
+_MEASURES: dict[Kind, Callable[[Target, Case, _Means], Point]] = {
+    "ratio": _ratio,
+    "gpu_time": _gpu_time,
+    "host_time": _host_time,
+    "layout": _layout,
+    "decode": _decode,
+    "matmul": _matmul_share,
+    "memory": _memory,
+    "quantised": _quantised,
+    "quantised-torch": _quantised_over_torch,
+    "bytes": _bytes,
+}
 
 
 def _beside(row: Row, name: str) -> Spread | None:
@@ -247,6 +380,14 @@ def _scaled(spread: Spread | None, factor: float) -> Spread | None:
     return None if spread is None else Spread(*(factor * value for value in spread))
 
 
+def _inverse(spread: Spread | None) -> Spread | None:
+    return None if spread is None else Spread(1 / spread.p80, 1 / spread.p50, 1 / spread.p20)
+
+
+def _constant(value: float) -> Spread:
+    return Spread(value, value, value)
+
+
 def bytes_moved(case: Case) -> int:
     """Bytes of the operands and the output, each counted once."""
     rows = case.heads * case.rows * (case.dim + case.value_dim)
@@ -254,145 +395,20 @@ def bytes_moved(case: Case) -> int:
     return case.batch * (rows + keys) * case.dtype.itemsize
 
 
-def _matmul(dtype: torch.dtype) -> Callable[[], object]:
+def _matmul(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     """torch's own product of square matrices, into memory that is already there."""
-    left, right, out = (torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(dtype) for _ in range(3))
+    shape = (MATMUL_SIZE, MATMUL_SIZE)
+    left, right, out = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
     return partial(torch.mm, left, right, out=out)
 
 
-def _copy() -> Callable[[], object]:
+def _copy(device: torch.device) -> Callable[[], object]:
     """A copy by torch: it reads COPY_BYTES and writes as many."""
-    source, copy = (torch.ones(COPY_BYTES, dtype=torch.uint8) for _ in range(2))
+    source, copy = (torch.ones(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     return partial(copy.copy_, source)
 
 
-def _grid(
-    work: str,
-    dtypes: Sequence[str],
-    lengths: Sequence[int] = _LENGTHS,
-    dims: Sequence[tuple[int, int]] = _DIMS,
-    **more: Any,
-) -> tuple[Case, ...]:
-    """Every length, head dimension and dtype, full and causal, one batch of eight heads."""
-    return tuple(
-        Case(
-            _name(work, name if len(dtypes) > 1 else "", s, d, dv, causal),
-            batch=1,
-            rows=s,
-            keys=s,
-            dim=d,
-            value_dim=dv,
-            dtype=NAMES[name],
-            causal=causal,
-            **more,
-        )
-        for name in dtypes
-        for s in lengths
-        for d, dv in dims
-        for causal in (False, True)
-    )
-
-
-def _name(work: str, dtype: str, s: int, d: int, dv: int, causal: bool) -> str:
+def case_name(work: str, dtype: str, s: int, d: int, dv: int, causal: bool) -> str:
     dims = f"D{d}" if d == dv else f"D{d}/{dv}"
     words = (dtype, f"S{s}", dims, "causal" if causal else "full")
     return f"{work}: {' '.join(word for word in words if word)}"
-
-
-def cpu() -> list[Target]:
-    """the table of what the native CPU engine must reach, in about fifteen minutes on two cores"""
-    forward = {"bf16": (1.8, 2.3), "fp16": (1.6, 2.0), "fp32": (1.02, 1.15)}
-    trained = {"bf16": (1.3, 1.7), "fp16": (6.0, 9.0), "fp32": (1.02, 1.15)}
-    both = ("fp32", "bf16")
-    targets = []
-
-    def ratio(work: str, must: float, aim: float, dtypes: Sequence[str], **more: Any) -> None:
-        targets.append(Target(work, must, aim, _grid(work, dtypes, **more)))
-
-    for dtype, limits in forward.items():
-        ratio(f"{dtype} forward", *limits, [dtype])
-    for dtype, limits in trained.items():
-        ratio(f"{dtype} forward+backward", *limits, [dtype], backward=True)
-        if dtype == "fp16":  # torch takes minutes for all of them
-            shorter = tuple(case for case in targets[-1].cases if case.rows < 4096 or case.causal)
-            targets[-1] = replace(targets[-1], cases=shorter)
-    dropped = {"dropout_p": 0.1, "backward": True}
-    for dtype in forward:
-        ratio(f"dropout 0.1, forward+backward, {dtype}", 4.0, 7.0, [dtype], **dropped)
-    ratio("last dimension strided, forward", 3.0, 5.0, both, lengths=_SHORTER, views=_STRIDED)
-    other = {"lengths": _SHORTER, "dims": ((64, 128), (128, 64)), "backward": True}
-    ratio("Dv != D, forward+backward", 2.0, 4.0, both, **other)
-    biased = {"lengths": _SHORTER, "mask": "bias", "mask_grad": True, "backward": True}
-    ratio("additive mask with gradient, forward+backward", 2.0, 4.0, both, **biased)
-    return [*targets, _decode(), *_small(), *_matmul_shares(), _extra_memory()]
-
-
-def _decode() -> Target:
-    work = "decode: Sq 1, Sk 4096, 32 heads, D 128, bf16"
-    case = Case(work, 1, 32, 32, rows=1, keys=4096, dim=128, value_dim=128, dtype=torch.bfloat16)
-    return Target(work, 2.5, 3.3, (case,), "decode", copy_share=0.8)
-
-
-def _small() -> list[Target]:
-    """A text encoder's call, where what surrounds the attention counts."""
-    targets = []
-    for dtype in ("fp32", "bf16"):
-        work = f"1x12x77x64, {dtype}"
-        cases = _grid(work, [dtype], (77,), ((64, 64),))
-        heads = tuple(replace(case, heads=12, kv_heads=12) for case in cases)
-        targets.append(Target(work, 1.0, 1.3, heads))
-    return targets
-
-
-def _matmul_shares() -> list[Target]:
-    targets = []
-    for dtype, must, aim in (("fp32", 0.85, 0.95), ("bf16", 0.6, 0.8)):
-        work = f"share of torch's matmul rate, D 128, S 2048, full, {dtype}"
-        full = _grid(work, [dtype], (2048,), ((128, 128),))[0]
-        targets.append(Target(work, must, aim, (replace(full, name=work),), "matmul"))
-    return targets
-
-
-def _extra_memory() -> Target:
-    work = "extra memory of forward+backward, B1 H8 S16384 D64, fp32"
-    case = Case(work, batch=1, rows=16384, keys=16384, backward=True, grad_rows=64)
-    return Target(work, 64.0, 16.0, (case,), "memory")
-
-
-def quantized() -> list[Target]:
-    """int8 and int4 against our own bf16 and torch on the CPU, and what they take in memory"""
-    forward = Case("", 1, 8, 8, 2048, 2048, 128, 128, torch.bfloat16)
-    decode = Case("", 1, 32, 32, 1, 4096, 128, 128, torch.bfloat16)
-    int8, int4 = (
-        QuantizationConfig(key_precision=name, value_precision=name) for name in ("int8", "int4")
-    )
-    at = "S 2048, D 128, quantisation included"
-    with_cache = "Sq 1, Sk 4096, 32 heads, D 128, quantised cache"
-    lines: list[tuple[str, float, float, Case, Kind, Quantised]] = [
-        (f"int8 forward over bf16: {at}", 1.15, 1.5, forward, "quantised", Quantised(int8)),
-        (f"int8 forward over torch: {at}", 2.0, 3.0, forward, "quantised-torch", Quantised(int8)),
-        (
-            f"int8 decode over bf16: {with_cache}",
-            1.6,
-            2.0,
-            decode,
-            "quantised",
-            Quantised(int8, cached=True),
-        ),
-        (
-            f"int4 decode over bf16: {with_cache}",
-            2.4,
-            3.0,
-            decode,
-            "quantised",
-            Quantised(int4, cached=True),
-        ),
-        ("int8 key and value, bytes of bf16's", 0.55, 0.51, forward, "bytes", Quantised(int8)),
-    ]
-    return [
-        Target(work, must, aim, (replace(case, name=work),), kind, quantised=quantised)
-        for work, must, aim, case, kind, quantised in lines
-    ]
-
-
-TABLES: dict[str, Table] = {table.__name__: table for table in (cpu, quantized)}
