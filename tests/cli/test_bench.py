@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 import orchard
 from orchard.attention.api import attention
-from orchard.cli import bench, main, serving_bench
+from orchard.cli import bench, main, rate_chart, serving_bench
 from orchard.dispatch.planner import planner
 from orchard.testing import benchmark, metal_counters, presets, tables, targets
 from orchard.testing.benchmark import Case
@@ -340,6 +341,149 @@ def test_a_table_measures_the_backend_that_it_is_for(
     assert asked == ["cpu", "cpu"]
 
 
+# Going on
+
+
+def test_a_row_that_raises_fails_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(target: Target, case: Case, *others: Any) -> targets.Point:
+        if case.causal:
+            raise AssertionError("no such kernel")
+        return measured(target, case, *others)
+
+    measured = targets.measure_case
+    monkeypatch.setattr(targets, "measure_case", measure)
+    assert _table(tmp_path, "--only=plain", "--only=plain trained", "--no-plot") == 1
+    assert "plain, second: failed: AssertionError: no such kernel" in capsys.readouterr().out
+    summaries = [line for line in _stored(tmp_path, "table") if "found" in line]
+    assert [(line["status"], line["met"]) for line in summaries] == [
+        ("failed", "no"),
+        ("ok", "aim"),
+    ]
+
+
+def test_resume_keeps_what_is_stored_and_measures_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last target had not come to its end, and the last line was cut short."""
+    assert _table(tmp_path, "--only=plain", "--only=plain trained", "--no-plot") == 0
+    path = tmp_path / "table.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:4], lines[4][:20]]))
+    asked: list[str] = []
+
+    def measure(target: Target, case: Case, *others: Any) -> targets.Point:
+        asked.append(case.name)
+        return measured(target, case, *others)
+
+    measured = targets.measure_case
+    monkeypatch.setattr(targets, "measure_case", measure)
+    capsys.readouterr()
+    assert _table(tmp_path, "--only=plain", "--only=plain trained", "--only=share", "--resume") == 0
+    assert asked == ["plain trained", "plain, first"]
+    assert path.read_text().splitlines()[:3] == lines[:3]
+    works = [line["target"] for line in _stored(tmp_path, "table") if "found" in line]
+    assert works == ["plain", "plain trained", "share"]
+    shown = capsys.readouterr().out
+    assert all(f"\n{work} " in shown for work in works)
+    assert (tmp_path / "table.png").stat().st_size > 10_000
+
+
+def test_resume_with_nothing_stored(tmp_path: Path) -> None:
+    assert _table(tmp_path, "--only=decode", "--resume", "--no-plot") == 0
+    assert len(_stored(tmp_path, "table")) == 2
+
+
+def test_a_lost_device_is_left_to_a_new_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of the target is not run, and the target is not tried again."""
+    called: list[list[str]] = []
+
+    def fail(target: Target, case: Case, *others: Any) -> targets.Point:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def call(words: list[str]) -> int:
+        called.append(words)
+        return 1
+
+    monkeypatch.setattr(targets, "measure_case", fail)
+    monkeypatch.setattr(bench, "_is_lost", lambda device: True)
+    monkeypatch.setattr(bench.subprocess, "call", call)
+    assert _table(tmp_path, "--no-plot", "--resume") == 1
+    ((program, dash_m, module, *words),) = called
+    assert (dash_m, module) == ("-m", "orchard")
+    assert program
+    assert words == [
+        *("bench", "--preset", "table", "--seconds=0.001", f"--out={tmp_path}"),
+        *("--no-plot", "--backend=auto", "--resume"),
+    ]
+    first, second, whole = _stored(tmp_path, "table")
+    assert "illegal memory access" in first["ours"]["note"]
+    assert "not run" in second["ours"]["note"]
+    assert (whole["target"], whole["status"]) == ("plain", "failed")
+
+
+def test_a_cpu_is_never_lost() -> None:
+    assert not bench._is_lost(torch.device("cpu"))
+
+
+def test_only_a_table_is_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "tiny", "--resume"]) == 2
+    assert "--resume is for tables of targets: cpu, cuda" in capsys.readouterr().err
+
+
+# The table of another device
+
+
+def test_a_table_whose_device_is_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchard.dispatch.report.visible_devices", lambda: (torch.device("cpu"),))
+    assert main(["bench", "--preset", "cuda", f"--out={tmp_path / 'unused'}"]) == 2
+    assert "the preset cuda needs one: torch" in capsys.readouterr().err
+    assert main(["bench", "--preset", "cuda", "--device=cpu"]) == 2
+    assert "is for cuda, not cpu" in capsys.readouterr().err
+    assert not (tmp_path / "unused").exists()
+
+
+def _rated_table() -> list[Target]:
+    """rates of two lengths"""
+    cases = [
+        replace(case, name=f"S{length}, {case.name}", rows=length, keys=length)
+        for case in (Case("plain", **TINY), Case("causal", causal=True, **TINY))
+        for length in (8, 16)
+    ]
+    return [
+        Target("rate by length, forward", None, None, tuple(cases), against="fused"),
+        Target("plain", 1e-6, 1e6, (Case("plain", **TINY),)),
+    ]
+
+
+def test_rates_by_length_have_a_plot_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(tables.TABLES, "table", Table(_rated_table))
+    assert _table(tmp_path, "--plot=svg") == 0
+    shown = capsys.readouterr().out
+    assert "(flash)" in shown
+    assert str(tmp_path / "table-rates.png") in shown
+    assert (tmp_path / "table-rates.png").stat().st_size > 10_000
+    drawn = (tmp_path / "table-rates.svg").read_text()
+    for text in ("forward, D 8, full", "forward, D 8, causal", "Orchard", "flash", "TFLOP/s"):
+        assert f"<!-- {text} -->" in drawn
+    rated = rate_chart.rated_cases(_stored(tmp_path, "table"))
+    assert len(rated) == 4
+    panels = rate_chart.series(rated)
+    assert list(panels) == [("forward", 8, False), ("forward", 8, True)]
+    for lines in panels.values():
+        assert set(lines) == {"ours", "flash"}
+        assert [length for length, _ in lines["ours"]] == [8, 16]
+    first = panels["forward", 8, False]["flash"][0][1]
+    assert first == pytest.approx(rated[0]["peers"]["flash"]["gflops"] / 1e3)
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -373,7 +517,7 @@ def test_the_preset_as_an_option_or_by_its_place(tmp_path: Path) -> None:
 def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list", f"--out={tmp_path / 'unused'}"]) == 0
     shown = capsys.readouterr().out
-    for name in ("quick", "layouts", "dtypes", "train", "long", "cpu"):
+    for name in ("quick", "layouts", "dtypes", "train", "long", "cpu", "cuda"):
         assert f"\n{name} " in shown
     assert not (tmp_path / "unused").exists()
 

@@ -8,6 +8,7 @@ import torch
 
 from orchard.testing import cpu_targets, targets
 from orchard.testing.benchmark import Case, Row, Side, Spread, Status
+from orchard.testing.footprint import Footprint
 from orchard.testing.targets import Finding, Point, Target, cells, measure_case
 
 pytestmark = pytest.mark.cli
@@ -59,6 +60,53 @@ def test_an_aim_that_also_asks_for_bandwidth(value: float, share: float, met: st
     shown = cells(finding.summary())
     assert shown[1] == f"5.00x, 31.4 GB/s, {share:.0%} of a copy"
     assert shown[4:] == ["4x, 80% of a copy", met]
+
+
+def test_a_must_that_also_asks_for_bandwidth() -> None:
+    target = replace(RATIO, kind="decode", copy_share=0.9, must_copy_share=0.75)
+    for share, met in ((0.74, "no"), (0.75, "must"), (0.9, "aim")):
+        finding = Finding(target, (_point(5.0, bandwidth=1e12, copy_share=share),))
+        assert finding.met == met
+    assert cells(finding.summary())[3:5] == ["2x, 75% of a copy", "4x, 90% of a copy"]
+
+
+@pytest.mark.parametrize(
+    ("values", "met"), [([1.7, 9.0], "no"), ([1.8, 2.3], "must"), ([1.8, 20.0], "aim")]
+)
+def test_what_the_worst_case_must_reach(values: list[float], met: str) -> None:
+    target = replace(RATIO, worst=1.8)
+    assert _finding(target, *values).met == met
+    assert cells(_finding(target, *values).summary())[3] == "2x, worst 1.8x"
+
+
+def test_the_worst_of_what_should_be_little_is_the_largest() -> None:
+    target = Target("host", 45.0, 25.0, (TINY,), "host_time", worst=50.0)
+    assert _finding(target, 30.0, 51.0).met == "no"
+    finding = _finding(target, 30.0, 49.0)
+    assert (finding.met, finding.range) == ("must", (49.0, 30.0))
+    assert cells(finding.summary())[1:4] == ["38.3 us", "49.0 us to 30.0 us", "45 us, worst 50 us"]
+    assert _finding(target, 20.0, 24.0).met == "aim"
+
+
+def test_a_target_without_an_aim_or_without_any_limit() -> None:
+    assert _finding(replace(RATIO, aim=None), 100.0).met == "must"
+    free = _finding(replace(RATIO, must=None, aim=None), 0.1)
+    assert (free.met, cells(free.summary())[3:]) == ("-", ["-", "-", "-"])
+    lost = Finding(free.target, (_point(None, "failed"),))
+    assert lost.met == "no"
+
+
+def test_peers_are_named_and_counted() -> None:
+    def point(peer: str) -> Point:
+        measured = _point(2.0)
+        row = replace(measured.row, peer=peer, ratio=measured.value)
+        return replace(measured, row=row)
+
+    several = Finding(RATIO, (point("cudnn"), point("flash"), point("cudnn")))
+    assert several.summary()["peers"] == {"cudnn": 2, "flash": 1}
+    assert cells(several.summary())[1] == "2.00x (cudnn 2, flash 1)"
+    assert cells(Finding(RATIO, (point("flex"),)).summary())[1] == "2.00x (flex)"
+    assert cells(Finding(RATIO, (point("torch"),)).summary())[1] == "2.00x"
 
 
 @pytest.mark.parametrize("status", ["not served", "failed", "WRONG"])
@@ -176,6 +224,28 @@ def test_decode_beside_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert point.bandwidth == pytest.approx(moved / point.row.ours.seconds.p50)
     ratio = point.row.beside["copy"].ratio
     assert point.copy_share == pytest.approx(ratio.p50 * moved / 2000)
+
+
+def test_a_layout_beside_contiguous_operands() -> None:
+    target = Target("layout", 0.9, 1.0, (TINY,), "layout")
+    point = measure_case(target, replace(TINY, views=("bshd",) * 3), "auto", 0.001)
+    assert point.status == "ok"
+    assert point.value == point.row.beside["contiguous"].ratio
+
+
+def test_one_fp32_gradient_of_the_query_may_be_no_extra_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def used(case: Case, backend: str, device: torch.device) -> Footprint:
+        return Footprint(_point(1.0).row, 5_000_000)
+
+    monkeypatch.setattr(targets, "footprint", used)
+    target = Target("memory", 64.0, None, (TINY,), "memory")
+    case = replace(TINY, rows=10_000)
+    for fp32_dq, megabytes in ((False, 5.0), (True, 5.0 - 4 * 2 * 10_000 * 8 / 1e6)):
+        point = measure_case(replace(target, fp32_dq=fp32_dq), case, "auto", 0.001)
+        assert point.value is not None
+        assert point.value.p50 == pytest.approx(megabytes)
 
 
 def test_memory_is_measured_in_megabytes() -> None:
