@@ -65,7 +65,10 @@ def as_data(preset: str, row: Row, facts: dict[str, Any]) -> dict[str, Any]:
         "ours": _side_data(row.ours, case),
         "torch": _side_data(row.torch, case),
         "peer": row.peer,
-        "peers": {name: _side_data(side, case) for name, side in row.peers.items()},
+        "peers": {
+            name: {**_side_data(side, case), "ratio": _spread_data(row.ratios.get(name))}
+            for name, side in row.peers.items()
+        },
         "beside": {
             name: {"seconds": other.seconds._asdict(), "ratio": other.ratio._asdict()}
             for name, other in row.beside.items()

@@ -258,6 +258,7 @@ class Backend(ABC):
     capabilities: ClassVar[tuple[Capability, ...]]
     on_request: ClassVar[bool] = False  # neither probed nor chosen unless asked for by name
     probe_rows: ClassVar[tuple[int, ...]] = (16,)  # 1 too where a decode has kernels of its own
+    rivals: ClassVar[tuple[str, ...]] = ()  # backends that `yields_to` is asked about
 
     def __init__(self) -> None:
         self._probed: dict[tuple[str, torch.device], Reason | None] = {}
@@ -284,6 +285,12 @@ class Backend(ABC):
             return None
         fix = f'backend="{self.name}" asks for it'
         return Reason("on_request", "runs only when it is asked for", fix)
+
+    def yields_to(
+        self, problem: Problem, kernel: str, rival: str, rival_kernel: str
+    ) -> Reason | None:
+        """Why, under "auto", it leaves what its kernel serves to a rival's; None: it does not."""
+        return None
 
     def serves_device(self, device: torch.device) -> bool:
         return any(capability.on(device) for capability in self.capabilities)

@@ -30,6 +30,8 @@ from orchard.text import one_line, table
 T = TypeVar("T")
 AUTO = "auto"
 _CACHED_PLANS = 4096
+_SERVES_TOO = ("order", "measured")  # reasons of a backend that could serve, but need not
+_NO_FALL_BACK = ("device", "on_request", "measured")
 
 
 class Rejection(NamedTuple):
@@ -57,7 +59,7 @@ class Plan:
             for rejection in self.rejected
             if rejection.better
             for reason in rejection.reasons
-            if reason.code not in ("device", "on_request")
+            if reason.code not in _NO_FALL_BACK
         )
 
     @cached_property
@@ -87,7 +89,7 @@ class Plan:
         for rejection in self.rejected:
             for n, reason in enumerate(rejection.reasons):
                 name, verdict = (rejection.backend, "no") if n == 0 else ("", "")
-                if reason.code == "order":
+                if reason.code in _SERVES_TOO:
                     verdict = "after"
                 rows.append([name, verdict, reason.sentence, reason.fix])
         return table(["backend", "", "why", "what would change it"], rows)
@@ -150,8 +152,11 @@ class Planner:
         for name, backend in self.backends.items():
             capability, reasons = self._select(backend, problem, asked)
             if capability is not None and chosen is None and asked in (AUTO, name):
-                chosen = name, capability.kernel
-                continue
+                faster = self._faster(backend, capability, problem) if asked == AUTO else None
+                if faster is None:
+                    chosen = name, capability.kernel
+                    continue
+                reasons = (faster,)
             if not reasons:
                 ahead = chosen[0] if chosen else asked
                 reasons = (
@@ -193,6 +198,18 @@ class Planner:
             )
         return None if reasons else capability, reasons
 
+    def _faster(self, backend: Backend, capability: Capability, problem: Problem) -> Reason | None:
+        """Why a rival that serves `problem` is to be preferred to this kernel, if so."""
+        for name in backend.rivals:
+            if name not in self.backends:
+                continue
+            rival, _ = self._select(self.backends[name], problem, AUTO)
+            if rival is not None:
+                reason = backend.yields_to(problem, capability.kernel, name, rival.kernel)
+                if reason is not None:
+                    return reason
+        return None
+
     def unavailable(
         self, backend: Backend, capability: Capability, device: torch.device
     ) -> Reason | None:
@@ -229,7 +246,7 @@ class Planner:
         """Quarantine the failed (backend, problem); False where the failure has to be raised."""
         name = plan.backend or ""
         insisted = plan.requested != AUTO or self._config.backend != AUTO
-        last = not any(r.reasons[0].code == "order" for r in plan.rejected)
+        last = not any(r.reasons[0].code in _SERVES_TOO for r in plan.rejected)
         if insisted or last or self._config.on_error == "raise":
             return False
         text = one_line(error)

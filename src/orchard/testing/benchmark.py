@@ -536,6 +536,7 @@ class Row:
     beside: dict[str, Beside] = field(default_factory=dict)
     peer: str = "torch"  # whom `torch` and `ratio` are of: the fastest of the peers
     peers: dict[str, Side] = field(default_factory=dict)
+    ratios: dict[str, Spread] = field(default_factory=dict)  # of every peer that was timed
 
     @property
     def right(self) -> bool:
@@ -630,6 +631,7 @@ def measure(
         others,
         peer_name,
         sides,
+        ratios,
     )
 
 

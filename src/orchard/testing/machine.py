@@ -7,6 +7,7 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -20,12 +21,15 @@ def machine(device: torch.device) -> dict[str, str | int | float | None]:
         "device": device.type,
         "cpu": cpu_name(),
         "gpu": gpu_name(device),
+        "gpu_family": gpu_family(device),
+        "driver": driver(device),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "orchard": orchard.__version__,
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -48,6 +52,28 @@ def gpu_name(device: torch.device) -> str | None:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return cpu_name() if device.type == "mps" else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def gpu_family(device: torch.device) -> str | None:
+    """As the tables of the cuda backend call it."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def driver(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    said = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return said.splitlines()[0] if said else None
 
 
 def commit() -> str | None:

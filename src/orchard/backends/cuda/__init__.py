@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from orchard.attention.problem import Gradients, Problem, Saved, Tensors, Upstream
-from orchard.backends.cuda import choice
+from orchard.backends.cuda import choice, measured
 from orchard.backends.cuda.launch import (
     BackwardKind,
     Setting,
@@ -49,6 +49,7 @@ class CudaBackend(Backend):
     capabilities = choice.CAPABILITIES
     on_request = True
     probe_rows = (1, 128)
+    rivals = ("aten",)
 
     def __init__(self, runtime: Runtime | None = None) -> None:
         super().__init__()
@@ -78,6 +79,12 @@ class CudaBackend(Backend):
         if gpu.architecture < _LEAST_ARCHITECTURE:
             return Reason("arch", f"needs compute capability 8.0 or later, this is {gpu.family}")
         return refused or super().probe(capability, device)
+
+    def yields_to(
+        self, problem: Problem, kernel: str, rival: str, rival_kernel: str
+    ) -> Reason | None:
+        family = self._open().gpu(problem.device).family
+        return measured.slower(problem, family, kernel, rival_kernel)
 
     def _open(self) -> Runtime:
         with self._opening:
