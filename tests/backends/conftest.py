@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from orchard.backends.cpu import native
+from orchard.backends.cuda import configs
 from orchard.dispatch import planner
 
 HERE = Path(__file__).parent
@@ -36,6 +37,16 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         assert native.loaded().isa == name, "the test changed the instruction set"
     planner.reset()
     native.use_isa(None)
+
+
+@pytest.fixture(autouse=True)
+def user_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where a table of the user's would be: what somebody tuned here is not what is tested."""
+    path = tmp_path / "user" / "cuda-tuning.json"
+    monkeypatch.setattr(configs, "user_table", lambda: path)
+    configs.of_the_user.cache_clear()
+    yield path
+    configs.of_the_user.cache_clear()
 
 
 @pytest.fixture

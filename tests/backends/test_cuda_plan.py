@@ -27,7 +27,7 @@ from orchard.attention.problem import (
     Upstream,
     describe,
 )
-from orchard.backends.cuda import CudaBackend, choice, runtime, tuning
+from orchard.backends.cuda import CudaBackend, choice, configs, runtime, tuning
 from orchard.backends.cuda.runtime import Gpu, KernelError, Layout, Step, TritonRuntime
 from orchard.backends.cuda.variant import Numbers, Strides
 
@@ -516,15 +516,15 @@ def test_plans_are_made_once() -> None:
 
 def test_every_problem_has_a_config() -> None:
     """The table has blocks for each kernel, size and head dimension, all powers of two."""
-    for role, sizes in tuning._tuning()["default"].items():
+    for role, sizes in configs.shipped()["default"].items():
         assert set(sizes) == {"half", "single"}, role
         for heads in sizes.values():
             assert list(heads) == ["16", "32", "64", "128", "256"]
-    for family in tuning._tuning().values():
-        assert set(family) <= set(tuning._tuning()["default"])
+    for family in configs.shipped().values():
+        assert set(family) <= set(configs.shipped()["default"])
         for sizes in family.values():
             for entry in (entry for heads in sizes.values() for entry in heads.values()):
-                config = tuning.Config(*entry)
+                config = configs.Config(*entry)
                 for size in (config.rows, config.keys, config.warps):
                     assert size & (size - 1) == 0
                 assert config.keys >= 16

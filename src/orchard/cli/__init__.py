@@ -14,6 +14,7 @@ COMMANDS = {
     "doctor": "say what is here: python, torch, devices, backends and why not",
     "verify": "run the conformance suite on this machine",
     "bench": "time Orchard and torch side by side, with correctness",
+    "tune": "find blocks for the CUDA kernels on the GPU that is here",
     "demo": "train a small GPT through Orchard and through torch",
 }
 

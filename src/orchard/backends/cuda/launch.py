@@ -5,7 +5,7 @@ A plan is made once for each problem, and run with the tensors of each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ from orchard.attention.memory import Place, dense, following
 from orchard.attention.problem import Gradients, Problem, Saved, Tensors, Upstream
 from orchard.attention.strides import axis_order, dense_strides
 from orchard.backends.cuda import tuning
+from orchard.backends.cuda.configs import Config, Role
 from orchard.backends.cuda.runtime import Gpu, Runtime, Step
-from orchard.backends.cuda.tuning import Config, Role, blocks, head_block
+from orchard.backends.cuda.tuning import blocks, head_block
 from orchard.backends.cuda.variant import Numbers, Strides, Variant
 
 _LOG2_E = 1.4426950408889634
@@ -41,6 +42,10 @@ class Setting(NamedTuple):
 
     gpu: Gpu
     tf32: bool  # torch allows it for products of fp32 operands
+    trials: Mapping[Role, Config] | None = None  # configs to try in the place of the tables'
+
+    def config(self, problem: Problem, role: Role) -> Config:
+        return tuning.config(problem, self.gpu, role, self.trials)
 
 
 class Forward(NamedTuple):
@@ -167,7 +172,7 @@ def empty_backward(problem: Problem, tensors: Tensors) -> Gradients:
 
 
 def plan_forward(problem: Problem, setting: Setting) -> Forward:
-    config = tuning.config(problem, setting.gpu, "forward")
+    config = setting.config(problem, "forward")
     out, lse = _outputs(problem)
     step = _step(
         problem,
@@ -181,7 +186,7 @@ def plan_forward(problem: Problem, setting: Setting) -> Forward:
 
 
 def plan_decode(problem: Problem, setting: Setting) -> Decode:
-    config = tuning.config(problem, setting.gpu, "decode")
+    config = setting.config(problem, "decode")
     out, lse = _outputs(problem)
     key_blocks = blocks(problem.key_length, config.keys)
     per_split = blocks(key_blocks, tuning.splits(problem, setting.gpu, config.keys))
@@ -198,7 +203,7 @@ def plan_decode(problem: Problem, setting: Setting) -> Decode:
     )
     join = None
     if splits > 1:
-        joining = tuning.config(problem, setting.gpu, "join")
+        joining = setting.config(problem, "join")
         join = _step(
             problem,
             "decode.attention_join",
@@ -224,7 +229,7 @@ def plan_backward(kind: BackwardKind, setting: Setting) -> Backward:
         integers: Sequence[int] = (),
         **parts: Any,
     ) -> Step:
-        config = tuning.config(problem, setting.gpu, role)
+        config = setting.config(problem, role)
         writes = gradient.summed if gradient and gradient.writer == role else "none"
         variant = _variant(problem, config, setting)._replace(mask_grad=writes, **parts)
         kernel, count = f"general_backward.attention_{role}", programs(problem, config)
