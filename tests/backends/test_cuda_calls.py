@@ -1,0 +1,343 @@
+"""What a call owes whichever CUDA kernel serves it: values, bits, guards, graphs, threads, streams.
+
+compute-sanitizer is run on `test_values`, so that its problems are few and of several blocks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from programs.problems import Exercise, differences, settings
+from torch import Tensor
+
+import orchard
+from orchard.attention import memory, reference
+from orchard.attention.dropout import draw_seed
+from orchard.attention.problem import Options, Problem, Tensors, Upstream, describe
+from orchard.dispatch import planner as plans
+from orchard.testing.budget import Results
+from orchard.testing.conformance import Case, build, check
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton"),
+]
+
+NAME, DEVICE = "cuda", torch.device("cuda")
+BF16 = torch.bfloat16
+STRIDED = ("last_strided",) * 3
+SQUARE = Case("", "shape", BF16, batch=2, heads=4, kv_heads=2, rows=515, keys=515, dim=64)
+LONG = replace(SQUARE, heads=8, rows=1, keys=3001)
+
+# Problems of several blocks, by the kernel that serves their forward.
+CASES = {
+    "decode": replace(LONG, value_dim=64),
+    "decode, fp32": replace(LONG, dtype=torch.float32, dim=40, value_dim=24),
+    "hopper": replace(SQUARE, value_dim=64),
+    "hopper, D 128, causal": replace(SQUARE, dim=128, value_dim=128, causal=True),
+    "hopper, fp16, window": replace(SQUARE, dtype=torch.float16, value_dim=64, window=(200, 90)),
+    "packed": replace(SQUARE, value_dim=64, views=STRIDED),
+    "tiled": replace(SQUARE, dtype=torch.float32, value_dim=64, causal=True),
+    "tiled, transposed": replace(SQUARE, value_dim=64, views=("last_outermost",) * 3),
+    "tiled, mask": replace(SQUARE, value_dim=64, mask="additive", mask_axes="bqk", mask_grad=True),
+}
+ALL = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_plans() -> Iterator[None]:
+    plans.reset()
+    yield
+    plans.reset()
+
+
+@pytest.fixture
+def reproducible() -> Iterator[None]:
+    """torch asks for deterministic algorithms: a backward owes the same bits too."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def case_of(name: str, **more: Any) -> Case:
+    """The case, where this GPU has its kernel."""
+    if name.startswith("hopper") and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    return replace(CASES[name], name=name, **more)
+
+
+def exercise(case: Case) -> Exercise:
+    """Its operands on the GPU, and the kernel that it is named after planned for it."""
+    inputs = build(case, DEVICE)
+    query, key, value = (operand.tensor for operand in inputs.operands)
+    mask = inputs.mask.tensor if inputs.mask else None
+    seed = None
+    if case.dropout_p:
+        seed = draw_seed(DEVICE, torch.Generator(DEVICE).manual_seed(5))
+    tensors = Tensors(query, key, value, mask, seed)
+    how = settings(case, NAME)
+    plan = plans.planner().plan(describe(tensors, how.options(query, key), lse=True), NAME)
+    assert plan.kernel == case.name.partition(",")[0], plan
+    return Exercise(tensors, how, Upstream(inputs.grad_out.tensor, None), case.mask_grad)
+
+
+# Values
+
+
+@ALL
+@pytest.mark.grad
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_values(name: str, dropout_p: float) -> None:
+    """Within budget of fp64, outputs poisoned before, operands and what is around them intact."""
+    case = case_of(name, dropout_p=dropout_p)
+    exercise(case)
+    outcome = check(case, DEVICE, NAME)
+    assert outcome.complaints == []
+    assert (outcome.status, outcome.served) == ("passed", f"{NAME} / {NAME}")
+
+
+class GuardedMemory:
+    """Allocates outputs in the middle of memory that nobody may touch."""
+
+    margin = 4096  # elements
+
+    def __init__(self) -> None:
+        self.margins: list[tuple[Tensor, Tensor]] = []
+
+    def allocate(
+        self, shape: Any, strides: Any, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        end = self.margin + 1 + reach
+        buffer = torch.full((end + self.margin,), 77, dtype=dtype, device=device)
+        self.margins += [(buffer[: self.margin], buffer[end:])]
+        return buffer.as_strided(shape, strides, self.margin)
+
+    def intact(self) -> bool:
+        return all(bool((part == 77).all()) for pair in self.margins for part in pair)
+
+
+@ALL
+@pytest.mark.layout
+def test_nothing_is_written_beside_the_outputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = exercise(case_of(name, dropout_p=0.2))
+    expected = problem.solve()
+    around = GuardedMemory()
+    monkeypatch.setattr(memory, "allocate", around.allocate)
+    found = problem.solve()
+    assert len(around.margins) >= 5  # out, lse and three gradients
+    assert around.intact()
+    assert differences(found._replace(grad_query=None), expected._replace(grad_query=None)) == []
+
+
+# Dropout
+
+
+def kept(tensors: Tensors, options: Options) -> Tensor:
+    """The definition's bits: whether each probability is kept."""
+    factor = reference.softmax_rows(tensors, options).factor
+    assert isinstance(factor, Tensor)
+    return factor > 0
+
+
+@pytest.mark.dropout
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kernel", ["decode", "hopper", "packed", "tiled"])
+def test_every_dropout_bit(kernel: str, dim: int) -> None:
+    """Equal scores, and values that are one in a column of their own: an output is 0 or it is not.
+
+    Of the backward, gradients that are one in a column of their own show the bits in grad_value.
+    """
+    case = case_of(kernel, rows=2 if kernel == "decode" else 300, keys=300, dim=dim, causal=False)
+    backend = plans.planner().backends[NAME]
+    seed = draw_seed(DEVICE, torch.Generator(DEVICE).manual_seed(9))
+    shape = (2, 2, case.rows, dim), (2, 2, case.keys, dim)
+    query, key = (spread(torch.zeros(each, dtype=case.dtype), case) for each in shape)
+    options = Options(1.0, threshold=30000)
+    expected = kept(Tensors(query, key, key, None, seed), options)
+    found = torch.zeros_like(expected)
+    for begin in range(0, case.keys, dim):
+        value = spread(columns(key, begin), case)
+        tensors = Tensors(query, key, value, None, seed)
+        out, _ = backend.forward(planned(tensors, options, kernel), kernel, tensors)
+        width = min(dim, case.keys - begin)
+        found[..., begin : begin + width] = out[..., :width] != 0
+    assert torch.equal(found, expected)
+    if kernel == "decode":  # it has no backward
+        return
+    tensors = Tensors(query, key, key, None, seed)
+    saved = reference.forward(tensors, options)
+    for begin in range(0, case.rows, dim):
+        grad_out = spread(columns(query, begin), case)
+        problem = planned(tensors, options, kernel, stage="backward", grad_out=grad_out)
+        grads = backend.backward(problem, kernel, tensors, saved, Upstream(grad_out, None))
+        width = min(dim, case.rows - begin)
+        seen = grads.value.mT[:, :, :width] != 0
+        assert torch.equal(seen, expected[:, :, begin : begin + width])
+
+
+def columns(like: Tensor, begin: int) -> Tensor:
+    """Zeros, but for a one in row begin + n and column n."""
+    found = torch.zeros(like.shape, dtype=like.dtype)
+    width = min(like.shape[3], like.shape[2] - begin)
+    places = torch.arange(width)
+    found[:, :, begin + places, places] = 1.0
+    return found
+
+
+def spread(tensor: Tensor, case: Case) -> Tensor:
+    """On the GPU; every second element where the case has it so."""
+    tensor = tensor.to(DEVICE)
+    return (
+        torch.stack((tensor, tensor), -1).flatten(-2)[..., ::2]
+        if case.views[0] == STRIDED[0]
+        else tensor
+    )
+
+
+def planned(tensors: Tensors, options: Options, kernel: str, **more: Any) -> Problem:
+    problem = describe(tensors, options, grad=True, **more)
+    assert plans.planner().plan(problem, NAME).kernel == kernel
+    return problem
+
+
+# How it is launched
+
+
+@ALL
+def test_a_graph_reads_the_seed_when_it_runs(name: str, reproducible: None) -> None:
+    """Captured once, forward and backward, with dropout; the seed lies in device memory."""
+    problem = exercise(case_of(name, dropout_p=0.3))
+    assert problem.tensors.seed is not None
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        problem.solve()
+    aside.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = problem.solve()
+    results = []
+    for seed in ([1, 2], [-3, 99]):
+        problem.tensors.seed.copy_(torch.tensor(seed, dtype=torch.int32))
+        graph.replay()
+        assert differences(captured, problem.solve()) == []
+        results.append(captured.out.clone())
+    assert not torch.equal(*results)
+
+
+def test_a_captured_call_draws_its_seed_anew() -> None:
+    """The public call in a graph: torch's generator goes on from one replay to the next."""
+    query = torch.randn(2, 4, 300, 64, device=DEVICE, dtype=BF16)
+
+    def call() -> Tensor:
+        return orchard.attention(query, query, query, dropout_p=0.4, backend=NAME)
+
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        call()
+    aside.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    found = []
+    torch.cuda.manual_seed(4)
+    for _ in range(2):
+        graph.replay()
+        found.append(out.clone())
+    torch.cuda.manual_seed(4)
+    assert torch.equal(found[0], call())
+    assert torch.equal(found[1], call())
+    assert not torch.equal(*found)
+
+
+@pytest.mark.stress
+def test_eight_threads_on_eight_streams(reproducible: None) -> None:
+    """Every kernel at once, the first calls still to be planned: the bits of a single thread."""
+    names = [name for name in CASES if not name.startswith("hopper") or _is_hopper()]
+    problems = [exercise(case_of(name, dropout_p=0.2)) for name in names]
+    alone = [problem.solve() for problem in problems]
+    torch.cuda.synchronize()
+    plans.reset()
+    start = threading.Barrier(8)
+
+    def work(index: int) -> list[str]:
+        stream, found = torch.cuda.Stream(), []
+        start.wait()
+        with torch.cuda.stream(stream):
+            for turn in range(3 * len(problems)):
+                which = (index + turn) % len(problems)
+                results = problems[which].solve()
+                stream.synchronize()
+                found += [f"{names[which]}: {what}" for what in differences(results, alone[which])]
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [found for found in pool.map(work, range(8)) if found] == []
+
+
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
+@ALL
+def test_nothing_waits_for_the_gpu(name: str) -> None:
+    """The public call, its seed drawn, of a problem that is new, forward and backward."""
+    case = case_of(name, dropout_p=0.2)
+    exercise(case).solve()  # the kernels are compiled and loaded
+    inputs = build(replace(case, keys=case.keys + 8), DEVICE)
+    leaves = [operand.tensor.requires_grad_() for operand in inputs.operands]
+    mask = inputs.mask.tensor if inputs.mask else None
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = orchard.attention(
+            *leaves,
+            mask=mask,
+            causal=case.causal,
+            window=case.window,
+            dropout_p=case.dropout_p,
+            backend=NAME,
+        )
+        torch.autograd.grad(out, leaves, inputs.grad_out.tensor)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert out.isfinite().all()
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@ALL
+def test_torch_compile(name: str, reproducible: None) -> None:
+    """One graph, forward and backward, the same bits as without it."""
+    case = case_of(name)
+    exercise(case)
+    inputs = build(case, DEVICE)
+    leaves = [operand.tensor.requires_grad_() for operand in inputs.operands]
+    mask = inputs.mask.tensor if inputs.mask else None
+
+    def step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return orchard.attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            causal=case.causal,
+            window=case.window,
+            backend=NAME,
+        )
+
+    def solved(attend: Callable[..., Tensor]) -> Results:
+        out = attend(*leaves)
+        grads = torch.autograd.grad(out, leaves, inputs.grad_out.tensor)
+        return Results(out.detach(), None, *grads)
+
+    torch.compiler.reset()
+    assert differences(solved(torch.compile(step, fullgraph=True)), solved(step)) == []
