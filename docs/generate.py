@@ -112,15 +112,15 @@ def results_table(name: str) -> str:
 
 
 def targets_table(name: str, folder: Path = ROOT / "benchmarks/results") -> str:
-    """A stored run of `orchard bench` on targets: what was found, and what it had to be."""
+    """A stored run of a table of targets: what was found, and what it had to be."""
     stored = folder / f"{name}.jsonl"
     if not stored.exists():
         return f"Not measured yet: `orchard bench --preset {name} --out benchmarks/results`."
     lines = [json.loads(line) for line in stored.read_text().splitlines()]
     machine = lines[0]["machine"]
     table = [
-        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
-        f"{machine['date'][:10]}:",
+        f"{machine.get('gpu') or machine['cpu']}, {machine['threads']} threads, "
+        f"torch {machine['torch']}, {machine['date'][:10]}:",
         "",
         f"| {' | '.join(HEADERS)} |",
         "|" + "---|" * len(HEADERS),
@@ -171,6 +171,7 @@ def milliseconds(side: dict[str, Any]) -> str:
 GENERATED = {
     "measured-cpu": lambda: results_table("cpu-quick"),
     "targets-cpu": lambda: targets_table("cpu"),
+    "targets-cuda": lambda: targets_table("cuda"),
     "targets-quantized": lambda: targets_table("quantized"),
     "counts-metal": counts_table,
     "accuracy-quantization": quantization_accuracy.table,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,14 @@ def test_a_table_is_added_to(tmp_path: Path) -> None:
     assert configs.lookup(table, "sm_80", Entry("decode", "half", "64")) == BEST
     assert configs.lookup(table, "sm_80", Entry("forward", "half", "64")) is None
     assert [each.name for each in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_a_table_is_written_as_the_shipped_one_is(tmp_path: Path) -> None:
+    shipped = files("orchard.backends.cuda").joinpath("tuning.json").read_text()
+    path = tmp_path / "tuning.json"
+    path.write_text(shipped)
+    configs.write(path, "sm_90", {})
+    assert path.read_text() == shipped
 
 
 def test_where_the_user_s_table_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

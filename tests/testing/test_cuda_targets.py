@@ -200,3 +200,26 @@ def test_the_host_does_not_wait_while_it_is_timed(monkeypatch: pytest.MonkeyPatc
     fake.done.clear()
     assert sample() > 0.0
     assert fake.done == ["wait", *calls, "wait"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_a_graph_has_every_call_in_it() -> None:
+    """It is the GPU that does the work again, and the host that does not."""
+    count, calls = torch.zeros((), device="cuda"), 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        count.add_(1.0)
+
+    device = torch.device("cuda")
+    sample = gpu_timing.replayed(step, device)
+    recorded, done = calls, count.item()
+    assert recorded == 2 + gpu_timing.RECORDED_CALLS
+    assert sample() > 0.0
+    assert calls == recorded
+    assert (count.item() - done) % gpu_timing.RECORDED_CALLS == 0
+    assert count.item() > done
+    assert gpu_timing.enqueued(step, device)() > 0.0
+    assert calls == recorded + 2 * gpu_timing.QUEUED_CALLS

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from orchard.testing import footprint as module
-from orchard.testing.benchmark import Case
+from orchard.testing.benchmark import Case, build
 from orchard.testing.footprint import answer, footprint
 
 pytestmark = pytest.mark.cli
@@ -58,6 +59,26 @@ def test_a_process_that_breaks_is_a_failure() -> None:
     assert found.row.ours.status == "failed"
     assert "nobody" in found.row.ours.note
     assert not found.row.right
+
+
+def test_a_gpu_needs_no_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its allocator keeps the account. Determinism is asked for around the step."""
+    asked: list[bool] = []
+
+    def step(*args: Any) -> tuple[torch.Tensor, ...]:
+        asked.append(torch.are_deterministic_algorithms_enabled())
+        return right(*args)
+
+    right = module.our_step
+    monkeypatch.setattr(module, "our_step", step)
+    monkeypatch.setattr(module, "build", lambda case, _: build(case, torch.device("cpu")))
+    monkeypatch.setattr(module.subprocess, "run", None)
+    for deterministic in (False, True):
+        case = replace(CASE, deterministic=deterministic)
+        found = footprint(case, "reference", torch.device("cuda"))
+        assert found.row.ours.status == "ok", found.row.ours.note
+        assert found.extra is not None
+    assert asked == [False, True]
 
 
 def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def _panel(axes: Any, name: str, lines: Series) -> None:
     axes.set_xticks(lengths, [str(length) for length in lengths], rotation=45)
     axes.set_ylim(bottom=0)
     axes.set_title(name, loc="left", fontsize=10, color=INK)
-    axes.set_xlabel("sequence length, 16384 tokens in all", fontsize=8, color=PALE)
+    axes.set_xlabel("sequence length, as many tokens in all", fontsize=8, color=PALE)
     axes.set_ylabel("TFLOP/s", fontsize=8, color=PALE)
     axes.grid(color=LINES, linewidth=0.8, zorder=0)
     axes.tick_params(labelsize=8, colors=PALE)

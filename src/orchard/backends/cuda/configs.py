@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -112,6 +113,12 @@ def write(path: Path, family: str, found: Mapping[Entry, Config]) -> None:
         sizes.setdefault(entry.size, {})[entry.head_block] = list(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(json.dumps(table, indent=1) + "\n")
+    unfinished.write_text(_text(table))
     unfinished.replace(path)
     of_the_user.cache_clear()
+
+
+def _text(table: Table) -> str:
+    """As the shipped table is written: a config to a line."""
+    text = json.dumps(table, indent=2)
+    return re.sub(r"\[[^]]*]", lambda match: json.dumps(json.loads(match[0])), text) + "\n"
