@@ -12,7 +12,7 @@ from torch import Tensor
 
 from orchard.attention import reference
 from orchard.attention.problem import Band, Options, Saved, Tensors, Upstream, describe
-from orchard.backends.cuda import choice, tuning
+from orchard.backends.cuda import choice, configs
 from orchard.dispatch.planner import planner
 from orchard.testing.budget import Results, judge
 from orchard.testing.conformance import Case, check
@@ -108,12 +108,12 @@ GROUPS = {
 
 def small_blocks() -> None:
     """Blocks of 16, so that small problems have edges, inner blocks and several of each."""
-    table: tuning.Table = {"default": {}}
-    for role in tuning._tuning()["default"]:
+    table: configs.Table = {"default": {}}
+    for role in configs.shipped()["default"]:
         entry = [1, 2, 4, 1] if role == "join" else [16, 16, 4, 1]
         sizes = {str(2**n): entry for n in range(4, 9)}
         table["default"][role] = {"half": sizes, "single": sizes}
-    tuning._tuning = lambda: table
+    configs.shipped, configs.of_the_user = lambda: table, dict
     choice.PACKED_ROWS = 1
 
 
