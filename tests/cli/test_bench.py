@@ -390,6 +390,24 @@ def test_resume_keeps_what_is_stored_and_measures_the_rest(
     assert (tmp_path / "table.png").stat().st_size > 10_000
 
 
+def test_a_whole_table_is_shown_again_without_its_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine that it was measured on is named, not this one."""
+    assert _table(tmp_path, "--no-plot") == 0
+    path = tmp_path / "table.jsonl"
+    path.write_text(path.read_text().replace('"gpu": null', '"gpu": "Some GPU"'))
+    before = path.read_text()
+    monkeypatch.setitem(tables.TABLES, "table", Table(_tiny_table, "cuda", "cuda"))
+    monkeypatch.setattr("orchard.dispatch.report.visible_devices", lambda: (torch.device("cpu"),))
+    capsys.readouterr()
+    words = ["bench", "--preset", "table", f"--out={tmp_path}", "--resume", "--plot=svg"]
+    assert main(words) == 0
+    assert path.read_text() == before
+    assert "table on Some GPU: torch's time / ours" in capsys.readouterr().out
+    assert "Some GPU" in (tmp_path / "table.svg").read_text()
+
+
 def test_resume_with_nothing_stored(tmp_path: Path) -> None:
     assert _table(tmp_path, "--only=decode", "--resume", "--no-plot") == 0
     assert len(_stored(tmp_path, "table")) == 2

@@ -312,18 +312,19 @@ def _run_table(args: argparse.Namespace) -> int:
         raise ArgumentValueError(f"the preset {args.preset} is for {where}, not {args.device}")
     if args.dtype is not None:
         raise ArgumentValueError(f"the preset {args.preset} has its own dtypes; --only picks rows")
-    args.device = args.device or _table_device(args.preset, table.device)
     args.backend = args.backend or table.backend
     targets = _picked(table.targets(), args.only, lambda target: target.work)
-    stored, facts = _stored(args), machine(args.device)
-    kept = _finished(stored) if args.resume else []
+    kept = _finished(args.out / f"{args.preset}.jsonl") if args.resume else []
     done = {line["target"] for line in kept}
+    targets = [target for target in targets if target.work not in done]
+    if targets:
+        args.device = args.device or _table_device(args.preset, table.device)
+    facts = machine(args.device) if targets else kept[-1]["machine"]
+    stored = _stored(args)
     with stored.open("w") as file:
         for line in kept:
             record.write(line, file, shown=args.json)
-        rows, lost = _measure_targets(
-            args, [target for target in targets if target.work not in done], file, facts
-        )
+        rows, lost = _measure_targets(args, targets, file, facts)
     if lost:
         return _go_on_in_a_new_process(args)
     lines = record.read(stored)

@@ -298,6 +298,8 @@ def _gpu_time(target: Target, case: Case, means: _Means) -> Point:
 
 def _host_time(target: Target, case: Case, means: _Means) -> Point:
     row = means.row(case, sampling=enqueued)
+    # Operations over the host's time would be no rate of anything.
+    row = replace(row, ours=replace(row.ours, gflops=None), torch=replace(row.torch, gflops=None))
     return Point(row, _scaled(row.ours.seconds, 1e6))
 
 
