@@ -304,7 +304,6 @@ def _run_table(args: argparse.Namespace) -> int:
     """Measure targets; 1 where one is wrong or failed."""
     from orchard.testing.machine import machine
     from orchard.testing.tables import TABLES
-    from orchard.testing.targets import HEADERS, cells
 
     table = TABLES[args.preset]
     if args.device is not None and args.device.type != table.device:
@@ -327,6 +326,15 @@ def _run_table(args: argparse.Namespace) -> int:
         rows, lost = _measure_targets(args, targets, file, facts)
     if lost:
         return _go_on_in_a_new_process(args)
+    return _show_table(args, stored, rows, facts)
+
+
+def _show_table(
+    args: argparse.Namespace, stored: Path, rows: Sequence[Row], facts: dict[str, Any]
+) -> int:
+    """The stored table and its plots; of `rows`, which are new, what is to be said."""
+    from orchard.testing.targets import HEADERS, cells
+
     lines = record.read(stored)
     summaries = [line for line in lines if "found" in line]
     if not args.json:
@@ -429,7 +437,7 @@ def _go_on_in_a_new_process(args: argparse.Namespace) -> int:
     return subprocess.call([sys.executable, "-m", "orchard", *words, "--resume"])
 
 
-def _print_rows(preset: str, rows: list[Row], facts: dict[str, Any]) -> None:
+def _print_rows(preset: str, rows: Sequence[Row], facts: dict[str, Any]) -> None:
     print_table(
         f"{preset} on {facts['gpu'] or facts['cpu']}: torch's time / ours, medians (p20-p80)",
         SPEED_HEADERS,
