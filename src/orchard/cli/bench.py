@@ -53,19 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         type=_device,
-        help="auto, cpu, cuda or mps (default: auto, with presets cpu and cuda: these)",
+        help="auto, cpu, cuda or mps (default: auto, with a table of targets: its own)",
     )
     parser.add_argument(
         "--backend",
         type=_backend,
-        help="who must serve Orchard's calls (default: auto, with presets cpu and cuda: these)",
+        help="who must serve Orchard's calls (default: auto, with a table of targets: its own)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="instead of the preset's own dtypes")
     parser.add_argument(
         "--seconds", type=positive_seconds, default=0.5, help="time for each row (default: 0.5)"
     )
     parser.add_argument(
-        "--details", action="store_true", help="with cpu and cuda, tables of the cases as well"
+        "--details", action="store_true", help="of a table of targets, the cases as well"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("orchard-bench"), help="folder for the results"
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="with cpu and cuda: keep the rows that are stored already, and measure the others",
+        help="of a table of targets, keep the rows that are stored, and measure the others",
     )
     plot = parser.add_mutually_exclusive_group()
     plot.add_argument("--plot", choices=("png", "svg"), help="svg: an .svg beside the .png")
