@@ -9,12 +9,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager
-from itertools import cycle, islice
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import orchard
 from orchard.errors import (
@@ -24,6 +23,7 @@ from orchard.errors import (
     PoolExhausted,
 )
 from orchard.serving import Event, Lane, StreamPool, cores, ending, lanes, workers
+from orchard.testing import pool_load
 
 LONG = 60.0  # seconds after which a test that waits has failed
 
@@ -123,25 +123,6 @@ def attention(x: Tensor) -> Tensor:
     return orchard.attention(heads, heads, heads, causal=True)
 
 
-@pytest.fixture(scope="module")
-def modules() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Functions of a [2, 24, 64] tensor."""
-    torch.manual_seed(1)
-    encoder = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-    conv = nn.Conv1d(24, 8, 5)
-    return {
-        "linear": nn.Linear(64, 32).eval(),
-        "bmm": lambda x: x @ x.mT,
-        "strided": lambda x: x.mT[:, ::2] @ x[:, :, ::3],
-        "solve": lambda x: torch.linalg.solve(x @ x.mT + 64 * torch.eye(24), x),
-        "conv": conv.eval(),
-        "norm": nn.LayerNorm(64).eval(),
-        "mlp": nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).eval(),
-        "encoder": nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False).eval(),
-        "attention": attention,
-    }
-
-
 @pytest.fixture
 def one_core() -> Iterator[None]:
     """torch's sums depend on how many threads share them, so equal bits need equal counts."""
@@ -151,103 +132,32 @@ def one_core() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-NAMES = ("linear", "bmm", "strided", "solve", "conv", "norm", "mlp", "encoder", "attention")
-
-
 @pytest.mark.stress
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("threads", [2, 3, 8, 31, 64])
-def test_many_threads_compute_what_one_does(
-    modules: dict[str, Callable[[Tensor], Tensor]], threads: int
-) -> None:
+def test_many_threads_compute_what_one_does(threads: int) -> None:
     """Every module in every company, bit for bit."""
-    pool = StreamPool("cpu")
-    names = list(islice(cycle(NAMES), threads))
-    inputs = [sequence(2, 24, 64, seed=seed) for seed in range(threads)]
-
-    @torch.no_grad()
-    def work(name: str, x: Tensor) -> list[Tensor]:
-        with pool.stream():
-            return [modules[name](x) for _ in range(3)]
-
-    with torch.no_grad():
-        alone = [modules[name](x) for name, x in zip(names, inputs, strict=True)]
-    answers = in_threads(
-        [lambda name=name, x=x: work(name, x) for name, x in zip(names, inputs, strict=True)]
-    )
-    for name, expected, found in zip(names, alone, answers, strict=True):
-        assert all(torch.equal(expected, each) for each in found), name
-    assert pool.stats().leases == threads
-    assert pool.stats().in_use == 0
+    pool_load.threads("cpu", threads)
 
 
 @pytest.mark.stress
 @pytest.mark.usefixtures("one_core")
 def test_every_lane_a_hundred_times() -> None:
     """31 threads of 100 blocks each; each thread has a lane of its own throughout."""
-    pool = StreamPool("cpu", size=31, on_exhausted="raise")
-    inputs = [sequence(8, 8, seed=seed) for seed in range(31)]
-    all_inside = threading.Barrier(31)
-
-    def work(x: Tensor) -> tuple[set[int], Tensor]:
-        seen = set()
-        for number in range(100):
-            with pool.stream() as lane:
-                if number % 50 == 0:
-                    all_inside.wait(LONG)
-                seen.add(lane.index)
-                x = torch.tanh(x @ x)
-        return seen, x
-
-    answers = in_threads([lambda x=x: work(x) for x in inputs])
-    for x, (seen, found) in zip(inputs, answers, strict=True):
-        for _ in range(100):
-            x = torch.tanh(x @ x)
-        assert torch.equal(x, found)
-        assert len(seen) == 1
-    assert sorted(index for seen, _ in answers for index in seen) == list(range(1, 32))
-    assert pool.stats().peak == 31
+    pool_load.every_lane("cpu", 31, 100)
 
 
 @pytest.mark.stress
+@pytest.mark.usefixtures("one_core")
 def test_two_hundred_threads_in_turn() -> None:
     """One lane is enough for any number of threads one after the other."""
-    pool = StreamPool("cpu", size=1, on_exhausted="raise")
-    for seed in range(200):
-        x = sequence(4, 4, seed=seed)
-
-        def work(x: Tensor = x) -> Tensor:
-            with pool.stream() as lane:
-                assert lane.index == 1
-                return x @ x
-
-        assert torch.equal(in_thread(work), x @ x)
-    assert pool.stats().leases == 200
+    pool_load.in_turn("cpu", 200)
 
 
 @pytest.mark.stress
 def test_churn_never_exhausts() -> None:
     """Thousands of short threads, two at a time, two lanes, and a policy that would raise."""
-    pool = StreamPool("cpu", size=2, on_exhausted="raise")
-
-    def many_in_turn(first: int) -> list[int]:
-        found: list[int] = []
-        for number in range(first, first + 1000):
-
-            def work(number: int = number) -> None:
-                with pool.stream():
-                    found.append(int(torch.tensor(number) * 2))
-
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-        return found
-
-    answers = in_threads([lambda: many_in_turn(0), lambda: many_in_turn(1000)])
-    assert answers == [list(range(0, 2000, 2)), list(range(2000, 4000, 2))]
-    stats = pool.stats()
-    assert (stats.leases, stats.exhausted, stats.in_use) == (2000, 0, 0)
-    assert stats.peak <= 2
+    pool_load.churn("cpu", 2000)
 
 
 def test_producer_and_consumer_on_two_lanes() -> None:

@@ -25,22 +25,28 @@ _PATIENCE = 120.0
 _TOO_MUCH = 2**60  # bytes
 
 
-def _started(call: Callable[[], Any]) -> Future[Any]:
-    """What a call gives in a thread of its own."""
-    future: Future[Any] = Future()
+class _Started:
+    """A call in a thread of its own."""
 
-    def work() -> None:
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._future: Future[Any] = Future()
+        self._thread = threading.Thread(target=self._work, args=(call,))
+        self._thread.start()
+
+    def _work(self, call: Callable[[], Any]) -> None:
         try:
-            future.set_result(call())
+            self._future.set_result(call())
         except BaseException as error:  # raised again by who asks for the result
-            future.set_exception(error)
+            self._future.set_exception(error)
 
-    threading.Thread(target=work).start()
-    return future
+    def result(self) -> Any:
+        """What it gave, once its thread has ended."""
+        self._thread.join(_PATIENCE)
+        return self._future.result(0)
 
 
 def _alone(call: Callable[[], Any]) -> Any:
-    return _started(call).result(_PATIENCE)
+    return _Started(call).result()
 
 
 def _inputs(count: int, *shape: int, device: str) -> list[Tensor]:
@@ -59,6 +65,14 @@ def _solve(x: Tensor) -> Tensor:
     return solution
 
 
+def _multiply(x: Tensor) -> Tensor:
+    return x @ x.mT
+
+
+def _stride(x: Tensor) -> Tensor:
+    return x.mT[:, ::2] @ x[:, :, ::3]
+
+
 def _functions(device: str) -> list[Callable[[Tensor], Tensor]]:
     """Linear algebra and layers of many kinds, of a [2, 24, 64] tensor."""
     torch.manual_seed(1)
@@ -70,7 +84,7 @@ def _functions(device: str) -> list[Callable[[Tensor], Tensor]]:
         nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)),
         nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
     )
-    return [*(each.eval().to(device) for each in layers), _solve, _attend]
+    return [*(each.eval().to(device) for each in layers), _solve, _attend, _multiply, _stride]
 
 
 @torch.no_grad()
@@ -91,12 +105,13 @@ def threads(device: str, count: int) -> None:
             return answers
 
         found = [
-            _started(partial(work, function, x))
+            _Started(partial(work, function, x))
             for function, x in zip(functions, inputs, strict=True)
         ]
         for answer, future in zip(expected, found, strict=True):
-            for each in future.result(_PATIENCE):
+            for each in future.result():
                 assert torch.equal(each, answer), f"{each} for {answer}"
+        assert pool.stats().leases == count, f"{pool.stats()}"
 
 
 def every_lane(device: str, lanes: int, iterations: int) -> None:
@@ -117,12 +132,13 @@ def every_lane(device: str, lanes: int, iterations: int) -> None:
             together.wait(_PATIENCE)
             return seen, x
 
-        found = [_started(partial(work, x)) for x in inputs]
+        found = [_Started(partial(work, x)) for x in inputs]
         used = []
         for answer, future in zip(expected, found, strict=True):
-            seen, x = future.result(_PATIENCE)
+            seen, x = future.result()
             used += seen
             assert torch.equal(x, answer), f"{x} for {answer}"
+        assert pool.stats().peak == lanes, f"{pool.stats()}"
     assert sorted(used) == list(range(1, lanes + 1)), f"lanes {used}"
 
 
@@ -140,6 +156,7 @@ def in_turn(device: str, count: int) -> None:
 
             def work(x: Tensor = x) -> Tensor:
                 with pool.stream() as lane:
+                    assert lane.index == 1, f"lane {lane.index}"
                     answer = x @ x
                     lane.synchronize()
                     return answer
@@ -165,8 +182,8 @@ def churn(device: str, count: int) -> None:
                 thread.join()
             return answers
 
-        both = [_started(partial(many, first)) for first in (0, 1)]
-        answers = sorted(answer for each in both for answer in each.result(_PATIENCE))
+        both = [_Started(partial(many, first)) for first in (0, 1)]
+        answers = sorted(answer for each in both for answer in each.result())
         stats = pool.stats()
     assert answers == list(range(0, 2 * count, 2)), "an answer is missing or wrong"
     assert (stats.leases, stats.exhausted) == (count, 0), f"{stats}"
