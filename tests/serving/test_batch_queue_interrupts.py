@@ -47,11 +47,14 @@ class Interruption:
         self.place = ""
 
     def __enter__(self) -> Interruption:
+        gc.collect()
+        gc.disable()  # finalizers of queues before are not what is interrupted
         sys.settrace(self._enter)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        gc.enable()
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
         # Inside of a generator an exception of the tracer's does not leave a `with` block.

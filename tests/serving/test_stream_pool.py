@@ -856,11 +856,11 @@ def test_where_torch_has_no_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_openmp
 def test_kernels_of_orchard_take_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the CPU backend asks its library for is the lane's number."""
-    from orchard.backends import cpu
+    from orchard.backends.cpu import native
 
     asked: list[int] = []
-    usual = cpu._threads
-    monkeypatch.setattr(cpu, "_threads", lambda: asked.append(usual()) or asked[-1])
+    usual = native.threads
+    monkeypatch.setattr(native, "threads", lambda: asked.append(usual()) or asked[-1])
     x = sequence(1, 4, 32, 16)
     before = torch.get_num_threads()
     torch.set_num_threads(4)

@@ -118,15 +118,26 @@ class BatchQueue:
         deadline: seconds from now within which it must begin to run; else DeadlineExceeded.
         priority: -100 to 100; a step counts as much as having waited 0.1 s longer.
         """
-        request = self._enqueue(x, deadline, priority)
-        self._core.await_admission(request)
+        request = self._request(x, deadline, priority)
+        try:
+            self._core.submit(request, deadline)
+            self._core.await_admission(request)
+        except BaseException:  # the caller will never see the future
+            request.cancel()
+            raise
         return request
 
     async def asubmit(self, x: Any, *, deadline: float | None = None, priority: int = 0) -> Any:
         """The result of a request; cancelling the task cancels the request if it has not begun."""
-        return await asyncio.wrap_future(self._enqueue(x, deadline, priority))
+        request = self._request(x, deadline, priority)
+        try:
+            self._core.submit(request, deadline)
+            return await asyncio.wrap_future(request)
+        except BaseException:
+            request.cancel()
+            raise
 
-    def _enqueue(self, x: Any, deadline: float | None, priority: int) -> Request:
+    def _request(self, x: Any, deadline: float | None, priority: int) -> Request:
         if deadline is not None and not _is_seconds(deadline):
             raise ArgumentValueError(
                 f"deadline is {deadline!r}; it must be seconds from now, or None"
@@ -137,7 +148,7 @@ class BatchQueue:
                 f"{HIGHEST_PRIORITY}"
             )
         self._core.check_open()
-        return self._core.submit(self._runner.parcel(x), self._runner, priority, deadline)
+        return self._core.request(self._runner.parcel(x), self._runner, priority)
 
     def flush(self) -> None:
         """Run everything submitted so far without waiting for company; returns when it is done."""

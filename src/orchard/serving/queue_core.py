@@ -242,9 +242,11 @@ class QueueCore:
 
     # Submitting
 
-    def submit(
-        self, parcel: Parcel, runner: BatchRunner, priority: int, deadline: float | None
-    ) -> Request:
+    def request(self, parcel: Parcel, runner: BatchRunner, priority: int) -> Request:
+        """A request that is not in the queue yet; where `submit` is broken off, to be cancelled."""
+        return Request(parcel, runner, priority, self._cancelled)
+
+    def submit(self, request: Request, deadline: float | None) -> None:
         """Accept a request, hold it back, or refuse it; never blocks."""
         if self._is_inside():
             raise RuntimeError(
@@ -260,14 +262,13 @@ class QueueCore:
             if deadline is not None:
                 self._hire_clerk()
             self._begin_change(settled)
-            number = self._last_number = self._last_number + 1
-            now = self._clock.now()
-            moment = None if deadline is None else now + deadline
-            request = Request(number, parcel, runner, priority, now, moment, self._cancelled)
+            number = request.number = self._last_number = self._last_number + 1
+            request.arrival = self._clock.now()
             self._unsettled[number] = request
-            if moment is not None:
+            if deadline is not None:
+                request.deadline = request.arrival + deadline
                 self._deadlines.add(request)
-                if moment == self._deadlines.next():
+                if request.deadline == self._deadlines.next():
                     self._time.notify()
             if full or self._waiting:
                 self._waiting[number] = request
@@ -277,7 +278,6 @@ class QueueCore:
                 self._drop_for(request, settled)
                 self._admit()
             self._end_change(settled)
-        return request
 
     def check_open(self) -> None:
         """Raise where nothing can be submitted any more."""
@@ -315,11 +315,7 @@ class QueueCore:
             if request.place is not Place.WAITING:
                 return
             request.admission = threading.Event()
-        try:
-            request.admission.wait()
-        except BaseException:  # KeyboardInterrupt: the caller will never see the future
-            request.cancel()
-            raise
+        request.admission.wait()
 
     def _cancelled(self, request: Request) -> None:
         """A request whose future was cancelled leaves the queue, at the latest in its turn."""
@@ -327,7 +323,8 @@ class QueueCore:
             return
         with _Announcement(self) as settled, self._lock:
             self._begin_change(settled)
-            if request.place in (Place.PENDING, Place.WAITING):
+            waits = request.place in (Place.PENDING, Place.WAITING)
+            if waits and request.number in self._unsettled:
                 self._withdraw(request)
                 self._admit()
             self._end_change(settled)

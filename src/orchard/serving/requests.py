@@ -39,21 +39,18 @@ class Request(Future[Any]):
 
     def __init__(
         self,
-        number: int,
         parcel: Parcel,
         runner: BatchRunner,
         priority: int,
-        arrival: float,
-        deadline: float | None,
         on_cancel: Callable[[Request], None],
     ) -> None:
         super().__init__()
-        self.number = number  # in order of arrival
+        self.number = 0  # in order of arrival; 0 before that
         self.parcel = parcel
         self.runner = runner
         self.priority = priority
-        self.arrival = arrival
-        self.deadline = deadline  # a moment of the queue's clock
+        self.arrival = 0.0  # a moment of the queue's clock, as is the deadline
+        self.deadline: float | None = None
         self.place = Place.WAITING
         self.outcome: Outcome | None = None  # once it is decided, until the future has it
         self.admission: Event | None = None  # of a submitter that blocks: it waits no more
