@@ -27,6 +27,7 @@ from orchard.quantization import (
     cpu,
     explain,
     kernel_calls,
+    quantize,
     quantized_attention,
 )
 from orchard.quantization import formats as formats_module
@@ -123,6 +124,58 @@ def test_formats_and_sizes(isa: str, sizes: Sizes, config: QuantizationConfig) -
 def test_options(isa: str, name: str, sizes: str, config: str) -> None:
     """What shapes a score and a probability."""
     check(operands(SIZES[sizes]), CONFIGS[config], torch.float32, OPTIONS[name])
+
+
+def one_key_above(gap: float) -> list[Tensor]:
+    """Every row's first key is so far above the others, and the values have a mean."""
+    source = Generator().manual_seed(4)
+    query, key, value = (torch.randn(1, 2, 96, 64, generator=source) for _ in range(3))
+    query[..., 0], key[..., 0, 0] = 8.0, gap
+    return [tensor.bfloat16() for tensor in (query, 0.3 * key, 0.3 * value + 1.0)]
+
+
+@pytest.mark.parametrize("gap", [10.0, 20.0, 22.0, 30.0])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_one_key_above_all_others(isa: str, gap: float, dropout_p: float) -> None:
+    """What many small probabilities add up to counts beside a large one, kept or dropped."""
+    check(one_key_above(gap), QuantizationConfig(), torch.bfloat16, {"dropout_p": dropout_p})
+
+
+@pytest.mark.parametrize("gap", [10.0, 20.0, 22.0, 30.0])
+def test_gradients_with_one_key_above_all_others(gap: float) -> None:
+    given = [tensor.requires_grad_() for tensor in one_key_above(gap)]
+    call = explain(*given).call
+    exact = [operand.stored.dequantize(torch.float64).requires_grad_() for operand in call[:3]]
+    grad = torch.randn(1, 2, 96, 64, generator=Generator().manual_seed(6)).bfloat16()
+    found = torch.autograd.grad(quantized_attention(*given), given, grad)
+    expected = torch.autograd.grad(orchard.attention(*exact), exact, grad.double())
+    for ours, truth in zip(found, expected, strict=True):
+        assert torch.cosine_similarity(ours.double().flatten(), truth.flatten(), 0) >= 0.999
+
+
+def test_an_operand_that_passes_through_and_is_changed_before_backward() -> None:
+    """Autograd notices: its values would be wrong."""
+    query, key, value = (tensor.requires_grad_() for tensor in operands((1, 2, 2, 8, 8, 16, 16)))
+    given = query.clone()
+    config = QuantizationConfig(query_precision="fp32")
+    assert explain(given, key, value, config=config).engine.name == "cpu"
+    out = quantized_attention(given, key, value, config=config)
+    with torch.no_grad():
+        given.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_smoothed_key_that_passes_through() -> None:
+    """The kernels leave it to attention at its values."""
+    query, key, value = operands((1, 2, 2, 8, 8, 16, 16), torch.bfloat16)
+    stored = quantize(key, "bf16", smooth=True)
+    plan = explain(query, stored, value)
+    name, reasons = plan.rejected[0]
+    assert (name, [reason.code for reason in reasons]) == ("cpu", ["smoothing"])
+    exact = [operand.stored.dequantize(torch.float32) for operand in plan.call[:3]]
+    expected = orchard.attention(*exact).bfloat16()
+    assert torch.equal(quantized_attention(query, stored, value), expected)
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])

@@ -26,10 +26,15 @@ ORCHARD_INLINE Product scores_of(const Problem &p) {
   return kHasPairs && halves && p.dtype == ORCHARD_BFLOAT16 ? Product::pairs : Product::fp32;
 }
 
-// Levels of probabilities beside those of values keep what bf16 keeps, but for zero points.
+// Weights of 8 bits lose what many small probabilities add up to beside a large one: not to be used
+// before a tile is chosen by that.
+constexpr bool kLevelWeights = false;
+
+// Levels of probabilities beside those of values, where they are allowed, have no zero points.
 ORCHARD_INLINE Product values_of(const Problem &p, Product scores) {
   if (p.dtype != ORCHARD_BFLOAT16) return Product::fp32;
-  if (scores == Product::levels && is_levels(p.value) && p.value_levels.zeros.data == nullptr)
+  if (kLevelWeights && scores == Product::levels && is_levels(p.value) &&
+      p.value_levels.zeros.data == nullptr)
     return Product::levels;
   return kHasPairs ? Product::pairs : Product::fp32;
 }

@@ -54,7 +54,7 @@ def _attend(
         seed,
         options,
         _place(call, dtype),
-        bf16_accuracy=query.dtype == call.dtype == torch.bfloat16,
+        bf16_accuracy=query.dtype == call.dtype == dtype == torch.bfloat16,
     )
 
 

@@ -33,8 +33,8 @@ def reasons(call: QuantizedCall, backend: str) -> tuple[Reason, ...]:
         if stored.format.precision == "fp8":
             sentence = f"reads no fp8, which {name} is stored as"
             found.append(Reason("precision", sentence, "use int8 or int4"))
-        if stored.mean is not None and name != "key":
-            sentence = f"takes the mean of a smoothed key, not that of {name}"
+        if stored.mean is not None and (name != "key" or stored.scales is None):
+            sentence = f"takes the mean of a smoothed key in few bits, not that of {name}"
             found.append(Reason("smoothing", sentence, f"quantise {name} without smooth"))
     if _is_transformed(call):
         sentence = "has no rule for torch.func, forward-mode derivatives or tracing"
@@ -73,7 +73,8 @@ class _Attention(torch.autograd.Function):
     ) -> Saved:
         saved, seed = _forward(call, mask, attend, torch.float32)  # as backward has its operands
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(mask, seed, *saved)
+        # An operand that passes through is its source: autograd sees to it that it is unchanged.
+        ctx.save_for_backward(mask, seed, *saved, query, key, value)
         ctx.call = call
         return saved
 
@@ -81,7 +82,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         if grad_out is None and grad_lse is None:
             return (None,) * 6
-        mask, seed, out, lse = ctx.saved_tensors
+        mask, seed, out, lse, *_ = ctx.saved_tensors
         call = ctx.call
         if grad_out is None:
             grad_out = out.new_zeros(()).expand(out.shape)
