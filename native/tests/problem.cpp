@@ -220,7 +220,7 @@ std::vector<std::string> split(const std::string &list) {
 }
 
 void report_faults() {
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_sigaction = fault;
   action.sa_flags = SA_SIGINFO;
   for (int at = 0; at < 3; ++at) sigaction(kSignals[at], &action, &previous[at]);

@@ -100,7 +100,7 @@ def _mode_settings(precision: int, block_mode: int) -> Settings:
 
 
 def get_dispatch_stats() -> dict[str, int]:
-    """How many calls of this module went which way; `orchard.stats()` says who served them."""
+    """How many calls of this module went which way; quantised ones are in no other count."""
     with _lock:
         return {name: _counted[name] for name in COUNTERS}
 
