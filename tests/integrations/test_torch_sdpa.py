@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as early_name
@@ -80,7 +80,7 @@ def torch_state() -> dict[str, Any]:
         "builtin": torch._C._nn.scaled_dot_product_attention,
         "attention module": dict(vars(nn.MultiheadAttention)),
         "encoder layer": dict(vars(nn.TransformerEncoderLayer)),
-        "libraries": frozenset(torch.library._impls),
+        "libraries": frozenset(library._impls),
     }
 
 
@@ -194,11 +194,12 @@ FRESH = """
     import sys
     import torch
     import torch.nn.functional as F
+    from torch import library
     def state():
         return (
             torch._C._dispatch_dump("aten::scaled_dot_product_attention"),
             torch.backends.mha.get_fastpath_enabled(), dict(vars(F)),
-            dict(vars(torch.nn.MultiheadAttention)), frozenset(torch.library._impls),
+            dict(vars(torch.nn.MultiheadAttention)), frozenset(library._impls),
         )
     before, modules = state(), set(sys.modules)
     import orchard

@@ -11,7 +11,7 @@ import torch
 from orchard.attention.api import attention, explain
 from orchard.attention.problem import Band
 from orchard.testing import benchmark
-from orchard.testing.benchmark import Case, Peer, Spread, Step, measure
+from orchard.testing.benchmark import Case, NoPeerError, Peer, Spread, Step, measure
 from orchard.testing.presets import PRESETS
 
 pytestmark = pytest.mark.cli
@@ -311,7 +311,7 @@ def test_a_wrong_peer_has_no_speed_and_no_ratio(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_peer_that_raises_leaves_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def unable(*args: object) -> None:
-        raise NotImplementedError("no dropout here")
+        raise NoPeerError("no dropout here")
 
     monkeypatch.setattr(benchmark, "torch_attention", unable)
     row = measure(TINY, CPU, seconds=0.001)

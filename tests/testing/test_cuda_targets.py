@@ -12,7 +12,7 @@ import torch
 
 from orchard.attention.problem import Band
 from orchard.testing import benchmark, gpu_timing, targets, torch_peers
-from orchard.testing.benchmark import Case, Peer
+from orchard.testing.benchmark import Case, NoPeerError, Peer
 from orchard.testing.cuda_targets import RATES, cuda
 from orchard.testing.targets import Target, measure_case, peers_of
 
@@ -161,7 +161,7 @@ def test_flex_attention_is_given_the_case(cap: float | None, on_a_cpu: None) -> 
 
 def test_flex_attention_is_given_nothing_else() -> None:
     for more in ({"dropout_p": 0.1}, {"mask": "bias"}):
-        with pytest.raises(NotImplementedError, match="bands and softcaps only"):
+        with pytest.raises(NoPeerError, match="bands and softcaps only"):
             torch_peers.flex(Case("", **more), CPU)
 
 

@@ -26,17 +26,10 @@ ORCHARD_INLINE Product scores_of(const Problem &p) {
   return kHasPairs && halves && p.dtype == ORCHARD_BFLOAT16 ? Product::pairs : Product::fp32;
 }
 
-// Weights of 8 bits lose what many small probabilities add up to beside a large one: not to be used
-// before a tile is chosen by that.
-constexpr bool kLevelWeights = false;
-
-// Levels of probabilities beside those of values, where they are allowed, have no zero points.
-ORCHARD_INLINE Product values_of(const Problem &p, Product scores) {
-  if (p.dtype != ORCHARD_BFLOAT16) return Product::fp32;
-  if (kLevelWeights && scores == Product::levels && is_levels(p.value) &&
-      p.value_levels.zeros.data == nullptr)
-    return Product::levels;
-  return kHasPairs ? Product::pairs : Product::fp32;
+// Probabilities stay bf16 at least: as levels of 8 bits they would lose what many small ones add up
+// to beside a large one.
+ORCHARD_INLINE Product values_of(const Problem &p) {
+  return kHasPairs && p.dtype == ORCHARD_BFLOAT16 ? Product::pairs : Product::fp32;
 }
 
 // Elements in one of 32 bits.
@@ -97,7 +90,6 @@ struct ForwardScratch {
   float *sums;            // [panel][value_dim][kPanel]; decode: [row][value_dim]
   float *top, *total;     // [panel][kPanel]
   float *factor;          // [kPanel]: what sums so far are multiplied by
-  float *gain;            // [kPanel]: what one level of a weight stands for
   uint32_t *key, *value;  // one tile of each
   float *scores;          // [key][kPanel]
   float *mask, *mask_rows;
@@ -105,7 +97,6 @@ struct ForwardScratch {
   Panel *panels;
   QueryTerms *query_terms;  // of each panel; these and the next where the scores are of levels
   KeyTerms *key_terms;
-  ValueTerms *value_terms;
   size_t bytes;
 
   ForwardScratch(const Forward &f, void *base) {
@@ -118,7 +109,6 @@ struct ForwardScratch {
     top = carve.take<float>(panels_here * kPanel);
     total = carve.take<float>(panels_here * kPanel);
     factor = carve.take<float>(kPanel);
-    gain = carve.take<float>(kPanel);
     key = carve.take<uint32_t>(f.tile * wide);
     value = carve.take<uint32_t>(f.tile * value_wide);
     scores = carve.take<float>(f.tile * kPanel);
@@ -130,7 +120,6 @@ struct ForwardScratch {
     const bool levels = is_levels(p.key);
     query_terms = carve.take<QueryTerms>(levels ? panels_here : 0);
     key_terms = carve.take<KeyTerms>(levels ? 1 : 0);
-    value_terms = carve.take<ValueTerms>(levels ? 1 : 0);
     bytes = carve.used;
   }
 };
@@ -198,22 +187,16 @@ template <Product kProduct>
 ORCHARD_INLINE Words join_weights(const Floats (&weights)[kInWord<kProduct>]) {
   if constexpr (kProduct == Product::fp32) return bits_as<Words>(weights[0]);
   if constexpr (kProduct == Product::pairs) return pair_bf16(weights[0], weights[1]);
-#if defined(__AVX512VNNI__)
-  if constexpr (kProduct == Product::levels) return join_bytes(weights);
-#endif
 }
 
 // Scores of `count` keys from `key` on into probabilities relative to the rows' new maximum, in
 // place, in elements as the product with the values wants them. Updates top and total, and says in
-// `factor` what the sums so far have to be multiplied by. Levels are of probabilities times the
-// shares of their values' scales; `gain` is what one of them stands for.
+// `factor` what the sums so far have to be multiplied by.
 template <Product kProduct, int kVectors>
 static void softmax(const Problem &p, const Scoring &how, const Panel &panel, int64_t key,
                     int64_t count, float *scores, const float *mask, float *top, float *total,
-                    float *factor, const ValueTerms *terms = nullptr, int64_t first = 0,
-                    float *gain = nullptr) {
+                    float *factor) {
   constexpr int kKeys = kInWord<kProduct>;
-  constexpr bool kLevels = kProduct == Product::levels;
   if (how.general) {
     for (int64_t j = 0; j < count; ++j) {
       for (int v = 0; v < kVectors; ++v) {
@@ -235,26 +218,10 @@ static void softmax(const Problem &p, const Scoring &how, const Panel &panel, in
   }
 
   Floats best[kVectors], shift[kVectors], sum[kVectors];
-  [[maybe_unused]] Floats unit[kVectors];
-  [[maybe_unused]] Floats peak[kMostTile / kRun][kVectors];  // of each run of keys
   for (int v = 0; v < kVectors; ++v) best[v] = splat(-kInfinity);
-  if constexpr (kLevels) {
-    for (int64_t run = 0; run < count; run += kRun) {
-      Floats here[kVectors];
-      for (int v = 0; v < kVectors; ++v) here[v] = splat(-kInfinity);
-      for (int64_t j = run; j < smaller_of(count, run + kRun); ++j)
-        for (int v = 0; v < kVectors; ++v)
-          here[v] = larger(load(scores + j * kPanel + v * kLanes), here[v]);
-      for (int v = 0; v < kVectors; ++v) {
-        peak[run / kRun][v] = here[v];
-        best[v] = larger(here[v], best[v]);
-      }
-    }
-  } else {
-    for (int64_t j = 0; j < count; ++j)
-      for (int v = 0; v < kVectors; ++v)
-        best[v] = larger(load(scores + j * kPanel + v * kLanes), best[v]);
-  }
+  for (int64_t j = 0; j < count; ++j)
+    for (int v = 0; v < kVectors; ++v)
+      best[v] = larger(load(scores + j * kPanel + v * kLanes), best[v]);
   for (int v = 0; v < kVectors; ++v) {
     const Floats before = load(top + v * kLanes);
     const Floats now = larger(best[v], before);
@@ -262,25 +229,10 @@ static void softmax(const Problem &p, const Scoring &how, const Panel &panel, in
     store(top + v * kLanes, now);
     store(factor + v * kLanes, exp2((before - shift[v]) * how.factor));
     sum[v] = splat(0.0f);
-    if constexpr (kLevels) {
-      Floats most = splat(0.0f);
-      for (int64_t run = 0; run < count; run += kRun)
-        most = larger(
-            exp2((peak[run / kRun][v] - shift[v]) * how.factor) * terms->most[(first + run) / kRun],
-            most);
-      // Weights so small that a unit would not be finite are nothing beside those of other tiles.
-      unit[v] = select(most > splat(0x1p-100f), 255.0f / most, splat(0.0f));
-      store(gain + v * kLanes, most * (terms->largest / 255.0f));
-    }
   }
 
   const auto probability = [&](int64_t j, int v) __attribute__((always_inline)) {
     return exp2((load(scores + j * kPanel + v * kLanes) - shift[v]) * how.factor);
-  };
-  const auto weight = [&](int64_t j, int v, Floats e) __attribute__((always_inline)) {
-    if constexpr (!kLevels) return e;
-    constexpr float kMagic = 0x1.8p23f;  // adding it leaves the nearest integer
-    return e * unit[v] * terms->share[first + j] + kMagic - kMagic;
   };
   if (p.drop_threshold != 0) {
     for (int64_t group = 0; group < count; group += 8) {
@@ -294,8 +246,7 @@ static void softmax(const Problem &p, const Scoring &how, const Panel &panel, in
           if (group + j >= count) break;
           const Floats e = probability(group + j, v);
           sum[v] += e;
-          const Floats held_e = select(kept(drawn, j, p.drop_threshold), e, splat(0.0f));
-          held[j / kKeys][j % kKeys] = weight(group + j, v, held_e);
+          held[j / kKeys][j % kKeys] = select(kept(drawn, j, p.drop_threshold), e, splat(0.0f));
         }
         // Elements shrink towards the front, where this group's scores have been read already.
 #pragma GCC unroll 8
@@ -315,7 +266,7 @@ static void softmax(const Problem &p, const Scoring &how, const Panel &panel, in
           if (j + n >= count) break;
           const Floats e = probability(j + n, v);
           sum[v] += e;
-          joined[n] = weight(j + n, v, e);
+          joined[n] = e;
         }
         store(scores + j / kKeys * kPanel + v * kLanes, join_weights<kProduct>(joined));
       }
@@ -365,15 +316,13 @@ static void pair_halves(const Forward &f, const ForwardScratch &s, int64_t batch
   }
 }
 
-// Values of one tile: as fp32, in bf16 pairs of rows or in quads of levels.
+// Values of one tile: as fp32 or in bf16 pairs of rows.
 template <Product kProduct>
 static void pack_values(const Forward &f, const ForwardScratch &s, int64_t batch, int64_t kv_head,
                         int64_t key, int64_t count) {
   const Problem &p = f.p;
   const int64_t wide = round_up(p.value_dim, kTileRows);
-  if constexpr (kProduct == Product::levels) {
-    pack_value_levels(p, batch, kv_head, key, count, wide, (int8_t *)s.rows, s.value);
-  } else if constexpr (kProduct == Product::fp32) {
+  if constexpr (kProduct == Product::fp32) {
     read_values(p.value, p.value_levels, batch, kv_head, key, count, p.value_dim, wide,
                 (float *)s.value);
   } else if (p.value.dtype == ORCHARD_BFLOAT16) {
@@ -456,12 +405,6 @@ static void add_values(const Forward &f, const ForwardScratch &s, int64_t n, int
   const uint32_t *values = s.value + words_in<kProduct>(begin) * wide;
   const uint32_t *weights = (const uint32_t *)s.scores;
   float *sums = s.sums + n * wide * kPanel;
-#if defined(__AVX512VNNI__)
-  if constexpr (kProduct == Product::levels) {
-    const auto add = vectors > 1 ? add_value_levels<2> : add_value_levels<1>;
-    return add(wide, words, values, weights, s.factor, s.gain, sums);
-  }
-#endif
   multiply<kProduct == Product::pairs, true, Into::scale_add>(
       wide, vectors, words, values, wide, weights, kPanel, sums, kPanel, s.factor);
 }
@@ -487,7 +430,7 @@ static void attend_tile(const Forward &f, const ForwardScratch &s, const Place &
     score_panel<kScores>(f, s, n, begin, here);
     const auto apply = panel.vectors() == 2 ? softmax<kValues, 2> : softmax<kValues, 1>;
     apply(p, f.how, panel, key + begin, here, s.scores, mask, s.top + n * kPanel,
-          s.total + n * kPanel, s.factor, s.value_terms, begin, s.gain);
+          s.total + n * kPanel, s.factor);
     add_values<kValues>(f, s, n, begin, here);
   }
 }
@@ -520,11 +463,6 @@ static void forward_block(const Forward &f, int64_t unit, int64_t block, int64_t
   for (int64_t key = all.begin / f.tile * f.tile; key < all.end; key += f.tile) {
     const int64_t count = smaller_of(f.tile, smaller_of(p.keys, (split + 1) * f.split_keys) - key);
     pack_keys<kScores>(f, s, batch, kv_head, key, count);
-    if constexpr (kValues == Product::levels)
-      if (!s.value_terms->read(p, batch, kv_head, key, count)) {
-        attend_tile<kScores, Product::pairs>(f, s, origin, panels, split, key, count);
-        continue;
-      }
     attend_tile<kScores, kValues>(f, s, origin, panels, split, key, count);
   }
 

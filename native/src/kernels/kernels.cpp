@@ -33,8 +33,6 @@ static Task forward_task_of(Product scores) {
 }
 
 static Task forward_task_of(Product scores, Product values) {
-  if constexpr (kHasQuads)
-    if (values == Product::levels) return forward_task<Product::levels, Product::levels>;
   if constexpr (kHasPairs)
     if (values == Product::pairs) return forward_task_of<Product::pairs>(scores);
   return forward_task_of<Product::fp32>(scores);
@@ -59,7 +57,7 @@ static int forward(const Problem &p) noexcept {
     if (f.partial == nullptr) return ORCHARD_OUT_OF_MEMORY;
   }
   const size_t bytes = ForwardScratch(f, nullptr).bytes;
-  const Task task = forward_task_of(scores, values_of(p, scores));
+  const Task task = forward_task_of(scores, values_of(p));
   bool done = parallel_for(f.tasks(), p.threads, bytes, task, &f);
   if (done && f.splits > 1)
     done = parallel_for(f.units, p.threads, (size_t)p.value_dim * 4 + 64, combine_task, &f);

@@ -95,15 +95,6 @@ static int32_t sum_of(const int8_t *levels, int64_t dim) {
   return sum;
 }
 
-static int32_t peak_of(const int8_t *levels, int64_t dim) {
-  int32_t high = 0, low = 0;
-  for (int64_t d = 0; d < dim; ++d) {
-    high = levels[d] > high ? levels[d] : high;
-    low = levels[d] < low ? levels[d] : low;
-  }
-  return high > -low ? high : -low;
-}
-
 // One row of levels as fp32 values.
 static void read_scaled(const char *from, int32_t dtype, int64_t dim, float scale, float zero,
                         float *to) {
@@ -211,93 +202,22 @@ static void pack_key_levels(const Problem &p, int64_t batch, int64_t kv_head, in
   memset(terms.sum + count, 0, (size_t)past * 4);
 }
 
-// The values' steps of one tile as weights of their probabilities.
-struct ValueTerms {
-  float largest;                 // scale of the tile
-  float share[kMostTile];        // of it, by key
-  float most[kMostTile / kRun];  // share of each run of keys
-
-  // False where weights of 8 bits are too coarse: for scales or rows of values that are much larger
-  // than others, and for rows that are all the same, which have to come back so.
-  bool read(const Problem &p, int64_t batch, int64_t kv_head, int64_t key, int64_t count) {
-    Steps steps;
-    steps.read(p.value_levels, batch, kv_head, key, count);
-    const auto row = [&](int64_t j) { return row_at(p.value, batch, kv_head, key + j); };
-    int64_t same = 1;
-    while (same < count && memcmp(row(same), row(0), (size_t)p.value.sizes[3]) == 0) ++same;
-    if (same == count) return false;
-    largest = 0.0f;
-    float smallest = steps.scale[0], highest = 0.0f, sum = 0.0f;
-    for (int64_t j = 0; j < count; ++j) {
-      int8_t level[ORCHARD_MAX_HEAD_DIM];
-      read_levels(row(j), p.value.dtype, p.value_dim, level);
-      const float scale = steps.scale[j], peak = (float)peak_of(level, p.value_dim) * scale;
-      largest = scale > largest ? scale : largest;
-      smallest = scale < smallest ? scale : smallest;
-      highest = peak > highest ? peak : highest;
-      sum += peak;
-    }
-    if (!(smallest > 0 && 4 * smallest >= largest)) return false;
-    if (!(highest * (float)count <= 4 * sum)) return false;
-    const float unit = 1.0f / largest;
-    for (int64_t run = 0; run < count; run += kRun) {
-      float &here = most[run / kRun] = 0.0f;
-      for (int64_t j = run; j < smaller_of(count, run + kRun); ++j) {
-        share[j] = steps.scale[j] * unit;
-        here = share[j] > here ? share[j] : here;
-      }
-    }
-    return true;
-  }
-};
-
-// Levels of values in quads of rows, column by column; rows past the end are zeros.
-static void pack_value_levels(const Problem &p, int64_t batch, int64_t kv_head, int64_t key,
-                              int64_t count, int64_t wide, int8_t *rows, uint32_t *to) {
-  const int64_t ld = round_up(wide, kLanes);
-  memset(rows, 0, (size_t)(4 * ld));
-  for (int64_t j = 0; j < count; j += 4, to += wide) {
-    for (int64_t n = 0; n < 4; ++n) {
-      int8_t *row = rows + n * ld;
-      if (j + n < count)
-        read_levels(row_at(p.value, batch, kv_head, key + j + n), p.value.dtype, p.value_dim, row);
-      else
-        memset(row, 0, (size_t)ld);
-    }
-    const uint8_t *bytes = (const uint8_t *)rows;
-    for (int64_t d = 0; d < wide; ++d)
-      to[d] = (uint32_t)bytes[d] | (uint32_t)bytes[ld + d] << 8 |
-              (uint32_t)bytes[2 * ld + d] << 16 | (uint32_t)bytes[3 * ld + d] << 24;
-  }
-}
-
 #if defined(__AVX512VNNI__)
 
-// Four integers of [0, 255] as bytes of each lane, the first one lowest.
-ORCHARD_INLINE Words join_bytes(const Floats (&numbers)[4]) {
-  const Floats low = numbers[1] * 256.0f + numbers[0], high = numbers[3] * 256.0f + numbers[2];
-  return (Words)(_mm512_cvtps_epi32((__m512)low) |
-                 _mm512_slli_epi32(_mm512_cvtps_epi32((__m512)high), 16));
-}
-
-// acc[m][n] += sums of four products: of element m of A, broadcast, and lane n of B. Bytes of one
-// of them are unsigned.
-template <bool kColumnsOfA, bool kUnsignedA, int kVectors>
-ORCHARD_INLINE void multiply_levels(int64_t quads, const uint32_t *a, int64_t lda,
-                                    const uint32_t *b, Ints (&acc)[kTileRows][kVectors]) {
+// acc[m][n] += sums of four products: of unsigned element m of A, broadcast, and lane n of B.
+template <int kVectors>
+ORCHARD_INLINE void multiply_levels(int64_t quads, const uint32_t *a, const uint32_t *b,
+                                    Ints (&acc)[kTileRows][kVectors]) {
   for (int64_t k = 0; k < quads; ++k) {
     __m512i columns[kVectors];
 #pragma GCC unroll 2
     for (int n = 0; n < kVectors; ++n) columns[n] = load_as<__m512i>(b + k * kPanel + n * kLanes);
 #pragma GCC unroll 8
     for (int m = 0; m < kTileRows; ++m) {
-      const __m512i element =
-          _mm512_set1_epi32((int)(kColumnsOfA ? a[k * lda + m] : a[m * lda + k]));
+      const __m512i element = _mm512_set1_epi32((int)a[m * quads + k]);
 #pragma GCC unroll 2
       for (int n = 0; n < kVectors; ++n)
-        acc[m][n] =
-            (Ints)(kUnsignedA ? _mm512_dpbusd_epi32((__m512i)acc[m][n], element, columns[n])
-                              : _mm512_dpbusd_epi32((__m512i)acc[m][n], columns[n], element));
+        acc[m][n] = (Ints)_mm512_dpbusd_epi32((__m512i)acc[m][n], element, columns[n]);
     }
   }
 }
@@ -312,7 +232,7 @@ ORCHARD_INLINE void score_tile(int64_t quads, const uint32_t *keys, const KeyTer
   for (int m = 0; m < kTileRows; ++m)
 #pragma GCC unroll 2
     for (int n = 0; n < kVectors; ++n) acc[m][n] = load_as<Ints>(by_row.start + n * kLanes);
-  multiply_levels<false, true>(quads, keys, quads, rows, acc);
+  multiply_levels(quads, keys, rows, acc);
 #pragma GCC unroll 8
   for (int m = 0; m < kTileRows; ++m) {
 #pragma GCC unroll 2
@@ -340,26 +260,6 @@ static void score_levels(int64_t count, int64_t vectors, int64_t dim, const uint
       score_tile<kZeros, 2>(quads, tile, by_key, first + m, rows, by_row, scores + m * kPanel);
     else
       score_tile<kZeros, 1>(quads, tile, by_key, first + m, rows, by_row, scores + m * kPanel);
-  }
-}
-
-// sums[column][lane] = sums * factor + gain * (weights of the lanes' rows . values)
-template <int kVectors>
-static void add_value_levels(int64_t wide, int64_t quads, const uint32_t *values,
-                             const uint32_t *weights, const float *factor, const float *gain,
-                             float *sums) {
-  for (int64_t d = 0; d < wide; d += kTileRows) {
-    Ints acc[kTileRows][kVectors] = {};
-    multiply_levels<true, false>(quads, values + d, wide, weights, acc);
-#pragma GCC unroll 8
-    for (int m = 0; m < kTileRows; ++m) {
-#pragma GCC unroll 2
-      for (int n = 0; n < kVectors; ++n) {
-        float *to = sums + (d + m) * kPanel + n * kLanes;
-        const Floats here = __builtin_convertvector(acc[m][n], Floats) * load(gain + n * kLanes);
-        store(to, load(to) * load(factor + n * kLanes) + here);
-      }
-    }
   }
 }
 

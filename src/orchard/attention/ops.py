@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.library import Library, register_fake
+from torch import Tensor, library
 
 from orchard.attention.leaving import inside
 from orchard.attention.memory import conform, empty_following, empty_lse
@@ -35,7 +34,7 @@ _OPTIONS = (
     "float? scale, float softcap, float dropout_p, "
     "SymInt left, SymInt right, bool bottom_right, str backend"
 )
-_library = Library("orchard", "DEF")
+_library = library.Library("orchard", "DEF")
 _library.define(
     "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? seed, "
     f"{_OPTIONS}, bool return_lse, bool grad, bool mask_grad) -> (Tensor out, Tensor lse)"
@@ -301,5 +300,5 @@ _library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 _library.impl("attention_forward", _forward_autograd, "Autograd")
 _library.impl("attention_backward", _backward_below, "Autograd")
-register_fake("orchard::attention_forward", _forward_fake, lib=_library)
-register_fake("orchard::attention_backward", _backward_fake, lib=_library)
+library.register_fake("orchard::attention_forward", _forward_fake, lib=_library)
+library.register_fake("orchard::attention_backward", _backward_fake, lib=_library)

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.library import Library, get_kernel
 
 from orchard.attention import compat
 from orchard.attention.compat import scaled_dot_product_attention, serve, why_torch
@@ -44,7 +43,7 @@ class _State:
     def __init__(self) -> None:
         self.renew_lock()
         self.depth = 0
-        self.overrides: Library | None = None
+        self.overrides: library.Library | None = None
         self.fastpath = True
         self.tracer_hooked = False
         # Kernels that a call in another thread may still be entering; torch would free them.
@@ -72,7 +71,7 @@ def enable() -> None:
         if _state.depth > 1:
             return
         _state.fastpath = torch.backends.mha.get_fastpath_enabled()
-        _state.overrides = Library("aten", "IMPL")
+        _state.overrides = library.Library("aten", "IMPL")
         try:
             for key in _KEYS:
                 _state.overrides.impl("scaled_dot_product_attention", _route, key)
@@ -96,7 +95,7 @@ def disable() -> None:
             return
         _active = compat.routed = False
         if _state.overrides is not None:
-            _state.retired.append([get_kernel(_operator, key) for key in _KEYS])
+            _state.retired.append([library.get_kernel(_operator, key) for key in _KEYS])
             _state.overrides._destroy()
             _state.overrides = None
             _forget_resolved_kernels()

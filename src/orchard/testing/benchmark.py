@@ -32,6 +32,11 @@ Setting = Callable[[], AbstractContextManager[object]]
 Sampling = Callable[[Step, torch.device, float], Callable[[], float]]
 Status = Literal["ok", "WRONG", "over budget", "not served", "failed", "not measured"]
 
+
+class NoPeerError(RuntimeError):
+    """Torch has nothing that computes the case; it has no number beside ours."""
+
+
 SAMPLE_SECONDS = 0.002  # a sample repeats the call until it lasts about this long
 CUDA_SAMPLE_SECONDS = 0.012  # shorter bursts leave a GPU time to cool down between them
 FEWEST_ROUNDS = 4  # or as many as PATIENCE seconds allow, but LEAST_ROUNDS
@@ -190,7 +195,7 @@ def our_step(
 def torch_attention(case: Case, operands: Operands) -> Tensor:
     """The same by torch, called as its user would call it; `operands` are from `for_torch`."""
     if case.softcap is not None:
-        raise NotImplementedError("torch's scaled_dot_product_attention has no softcap")
+        raise NoPeerError("torch's scaled_dot_product_attention has no softcap")
     out: Tensor = F.scaled_dot_product_attention(
         operands.query,
         operands.key,

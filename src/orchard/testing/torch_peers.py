@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from orchard.testing.benchmark import Case, Operands, Peer, for_torch, torch_attention
+from orchard.testing.benchmark import Case, NoPeerError, Operands, Peer, for_torch, torch_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -32,7 +32,7 @@ def flex(case: Case, device: torch.device) -> Peer:
     from torch.nn.attention.flex_attention import flex_attention
 
     if case.mask is not None or case.dropout_p:
-        raise NotImplementedError("flex_attention is given bands and softcaps only")
+        raise NoPeerError("flex_attention is given bands and softcaps only")
     torch._dynamo.reset()  # a compiled function remembers few shapes
     compiled = torch.compile(flex_attention, dynamic=False)
     blocks = _blocks(case, device)
