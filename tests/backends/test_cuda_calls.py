@@ -22,7 +22,7 @@ from orchard.attention import memory, reference
 from orchard.attention.dropout import draw_seed
 from orchard.attention.problem import Options, Problem, Tensors, Upstream, describe
 from orchard.dispatch import planner as plans
-from orchard.testing.budget import Results
+from orchard.testing.budget import Results, judge
 from orchard.testing.conformance import Case, build, check
 
 pytestmark = [
@@ -35,6 +35,7 @@ NAME, DEVICE = "cuda", torch.device("cuda")
 BF16 = torch.bfloat16
 STRIDED = ("last_strided",) * 3
 SQUARE = Case("", "shape", BF16, batch=2, heads=4, kv_heads=2, rows=515, keys=515, dim=64)
+MASKED = replace(SQUARE, rows=520, keys=520, mask="additive", mask_axes="bqk")
 LONG = replace(SQUARE, heads=8, rows=1, keys=3001)
 
 # Problems of several blocks, by the kernel that serves their forward.
@@ -44,6 +45,11 @@ CASES = {
     "hopper": replace(SQUARE, value_dim=64),
     "hopper, D 128, causal": replace(SQUARE, dim=128, value_dim=128, causal=True),
     "hopper, fp16, window": replace(SQUARE, dtype=torch.float16, value_dim=64, window=(200, 90)),
+    "hopper, mask": replace(MASKED, value_dim=64, mask_grad=True),
+    "hopper, D 128, mask, causal": replace(
+        MASKED, dim=128, value_dim=128, mask_axes="hqk", mask_grad=True, causal=True
+    ),
+    "hopper, mask of keys, softcap": replace(MASKED, value_dim=64, mask_axes="bk", softcap=5.0),
     "packed": replace(SQUARE, value_dim=64, views=STRIDED),
     "tiled": replace(SQUARE, dtype=torch.float32, value_dim=64, causal=True),
     "tiled, transposed": replace(SQUARE, value_dim=64, views=("last_outermost",) * 3),
@@ -102,6 +108,37 @@ def test_values(name: str, dropout_p: float) -> None:
     outcome = check(case, DEVICE, NAME)
     assert outcome.complaints == []
     assert (outcome.status, outcome.served) == ("passed", f"{NAME} / {NAME}")
+
+
+@pytest.mark.grad
+@pytest.mark.mask
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_added_masks_of_any_size(dim: int, aligned: bool, deterministic: bool) -> None:
+    """Rows whose lse is as large as a mask can make it, rows that see nothing, plain ones."""
+    case = case_of("hopper, mask", dim=dim, value_dim=dim, rows=200, keys=328)
+    inputs = build(case, DEVICE)
+    query, key, value = (operand.tensor for operand in inputs.operands)
+    noise = torch.randn(2, 1, 200, 336, device=DEVICE).to(BF16)
+    mask = noise[..., :328] if aligned else noise[..., 1:329]
+    lowest = torch.finfo(BF16).min
+    for row, number in enumerate((lowest, -torch.inf, 1e4, -1e4, lowest, 300.0)):
+        mask[:, :, 30 + 20 * row : 40 + 20 * row] = number
+    mask[:, :, 150:160, ::2] = lowest
+    tensors = Tensors(query, key, value, mask, None)
+    options = Options(dim**-0.5)
+    backend = plans.planner().backends[NAME]
+    saved = backend.forward(planned(tensors, options, "hopper", lse=True), "hopper", tensors)
+    upstream = Upstream(inputs.grad_out.tensor, None)
+    problem = planned(
+        tensors, options, "hopper", stage="backward", grad_out=upstream.out, mask_grad=True
+    )._replace(deterministic=deterministic)
+    grads = backend.backward(problem, "hopper", tensors, saved, upstream)
+    found = Results(*(each.cpu() for each in (*saved, *grads)))
+    here = Tensors(*(each.cpu() for each in tensors[:4]), None)
+    judged = judge(found, here, options, Upstream(upstream.out.cpu(), None), mask_grad=True)
+    assert [str(each) for each in judged if not each.ok] == []
 
 
 class GuardedMemory:

@@ -88,15 +88,17 @@ KERNELS = {
     "forward, D 64, window, tail": (lambda: forward(64, band=WINDOW, keys=4000), 0),
     "forward, D 128, dropout": (lambda: forward(128, dropout=True), 0),
     "forward, D 64, additive mask, softcap": (
-        lambda: forward(64, mask=torch.float32, softcap=20.0),
+        lambda: forward(64, mask=torch.bfloat16, softcap=20.0),
         0,
     ),
+    "forward, D 128, additive mask": (lambda: forward(128, mask=torch.bfloat16), 0),
     "backward, D 128, fused": (lambda: keys(128), 64),
     "backward, D 64, fused, causal": (lambda: keys(64, band=CAUSAL), 128),
     "backward, D 128, fused, dropout, bool mask": (
         lambda: keys(128, dropout=True, mask=torch.bool),
         512,
     ),
+    "backward, D 64, fused, additive mask": (lambda: keys(64, mask=torch.bfloat16), 256),
     "backward, D 128, split": (lambda: keys(128, deterministic=True), 64),
     "backward, D 64, rows, window, tail, softcap": (
         lambda: rows(64, band=WINDOW, keys=4000, softcap=20.0),

@@ -215,8 +215,27 @@ def test_the_fastest_peer_is_counted_and_named() -> None:
     assert row.peers["wrong"].seconds is None
     assert "takes no such case" in row.peers["unable"].note
     assert row.beside == {}
-    # In its setting: a first call, a warm-up, every round, and the look at memory.
-    assert settings == ["in", "out"] * (3 + row.rounds)
+    assert row.ratios.keys() == {"slow", "fast"}
+    # In its setting: a first call, a warm-up, the first rounds, and the look at memory.
+    assert settings == ["in", "out"] * (3 + benchmark.FIRST_ROUNDS)
+
+
+def test_rivals_take_part_in_every_round() -> None:
+    """A peer as fast as the fastest does, one that is left behind is compared in its own rounds."""
+    times = iter((1.0, 2.0, 2.0 * benchmark.RIVAL, 9.0))  # ours, then the peers
+
+    def sampling(step: Step, device: torch.device, known: float) -> Callable[[], float]:
+        return partial(next, repeat(next(times)))
+
+    peers = dict.fromkeys(("fast", "close", "slow"), benchmark.TORCH)
+    row = measure(TINY, CPU, seconds=0.001, peers=peers, peaks=False, sampling=sampling)
+    assert row.peer == "fast"
+    assert row.rounds > benchmark.FIRST_ROUNDS
+    assert {name: ratio.p50 for name, ratio in row.ratios.items()} == {
+        "fast": 2.0,
+        "close": 2.0 * benchmark.RIVAL,
+        "slow": 9.0,
+    }
 
 
 def test_without_a_peer_there_is_no_ratio() -> None:

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,6 +41,8 @@ SAMPLE_SECONDS = 0.002  # a sample repeats the call until it lasts about this lo
 CUDA_SAMPLE_SECONDS = 0.012  # shorter bursts leave a GPU time to cool down between them
 FEWEST_ROUNDS = 4  # or as many as PATIENCE seconds allow, but LEAST_ROUNDS
 LEAST_ROUNDS = 2
+FIRST_ROUNDS = 3  # with every peer, where there are several; the rest is for rivals
+RIVAL = 1.2  # times the fastest peer's time, up to which a peer is a rival
 PATIENCE = 5.0
 LONG_CALL = 1.0  # seconds: such a call, once it has been checked, needs no other warm-up
 BACKWARD_COST = 2.5  # of a forward, by the field's convention
@@ -431,7 +433,7 @@ def clock(step: Step, calls: int, device: torch.device) -> float:
 
 def _clock_on_cuda(step: Step, calls: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
+    step()  # keeps the GPU at work while the first of the timed calls is enqueued
     start.record()
     for _ in range(calls):
         step()
@@ -577,8 +579,9 @@ def measure(
     """Check every side of `case`, then time in turn those that are right.
 
     The peers are torch as its user calls it unless others are named; the fastest of them is what
-    the ratio is to. The steps of `beside` take their turn in the same rounds. Without `peaks`,
-    memory is left out.
+    the ratio is to. Those far slower than it take part in the first rounds only: a GPU would cool
+    down while they run, and the others be timed at a clock that nobody's work sees. The steps
+    of `beside` take their turn in every round. Without `peaks`, memory is left out.
     """
     operands = build(case, device)
     setting = deterministic if case.deterministic else nullcontext
@@ -612,15 +615,15 @@ def measure(
                 step = _timed_step(case, given[name], peer.attend, peer.setting)
                 turns[name] = _Turn(step, peer.setting, took)
         turns |= {name: _Turn(step) for name, step in (beside or {}).items()}
-    samples, broken = _take_turns(turns, device, seconds, sampling)
+    samples, broken = _take_turns(turns, peers.keys(), device, seconds, sampling)
     served = Served.so_far().since(before)
     sides = {OURS: ours, **{name: side for name, (side, _) in tried.items()}} | broken
     for name in sides.keys() & samples.keys():
-        sides[name] = _timed(sides[name], case, samples[name], turns[name], device, peaks)
+        sides[name] = _timed(sides[name], case, samples[name].own, turns[name], device, peaks)
     others = {
-        name: Beside(spread(each), paired_ratio(samples[OURS], each))
+        name: Beside(spread(each.own), paired_ratio(each.ours, each.own))
         for name, each in samples.items()
-        if name != OURS and OURS in samples
+        if name != OURS
     }
     ours = sides.pop(OURS)
     ratios = {name: others.pop(name).ratio for name in list(sides) if name in others}
@@ -630,7 +633,7 @@ def measure(
         ours,
         sides.get(peer_name, Side("not measured")),
         ratios.get(peer_name),
-        len(samples.get(OURS, ())),
+        len(samples[OURS].own) if OURS in samples else 0,
         served.by_stage(),
         tuple(served.kernels),
         others,
@@ -662,9 +665,20 @@ def _timed_step(
     return lambda: torch.autograd.grad(out, operands.leaves, operands.grad_out, retain_graph=True)
 
 
+class _Sampled(NamedTuple):
+    """Samples of one side, and those of ours from the same rounds."""
+
+    own: list[float]
+    ours: list[float]
+
+
 def _take_turns(
-    turns: Mapping[str, _Turn], device: torch.device, seconds: float, sampling: Sampling
-) -> tuple[dict[str, list[float]], dict[str, Side]]:
+    turns: Mapping[str, _Turn],
+    peers: Collection[str],
+    device: torch.device,
+    seconds: float,
+    sampling: Sampling,
+) -> tuple[dict[str, _Sampled], dict[str, Side]]:
     """Samples of each by name, and the sides of those that could not be sampled."""
     samplers: dict[str, Callable[[], float]] = {}
     broken: dict[str, Side] = {}
@@ -678,9 +692,27 @@ def _take_turns(
             broken[name] = Side("failed", one_line(error))
     if OURS not in samplers:
         return {}, broken
-    fewest = fewest_rounds(sum(turns[name].known for name in samplers))
-    samples = interleave(list(samplers.values()), seconds, fewest)
-    return dict(zip(samplers, samples, strict=True)), broken
+    found: dict[str, _Sampled] = {}
+    rivals = set(samplers)
+    if len(peers) > 1:
+        found = _interleaved(samplers, 0.0, FIRST_ROUNDS)
+        rivals -= _left_behind(found, peers)
+    fewest = fewest_rounds(sum(turns[name].known for name in rivals))
+    chosen = {name: each for name, each in samplers.items() if name in rivals}
+    return found | _interleaved(chosen, seconds, fewest), broken
+
+
+def _interleaved(
+    samplers: Mapping[str, Callable[[], float]], seconds: float, fewest: int
+) -> dict[str, _Sampled]:
+    by_name = dict(zip(samplers, interleave(list(samplers.values()), seconds, fewest), strict=True))
+    return {name: _Sampled(own, by_name[OURS]) for name, own in by_name.items()}
+
+
+def _left_behind(found: Mapping[str, _Sampled], peers: Collection[str]) -> set[str]:
+    """The peers that are no rivals of the fastest."""
+    times = {name: spread(each.own).p50 for name, each in found.items() if name in peers}
+    return {name for name, each in times.items() if each > RIVAL * min(times.values())}
 
 
 def _in_setting(setting: Setting, sample: Callable[[], float]) -> float:

@@ -51,7 +51,9 @@ _HOPPER = Capability(
     max_head_dim=hopper_plan.HEAD_TILES[-1],
     other_value_dim=True,
     grouped_heads=True,
-    masks=("bool",),
+    masks=("bool", "additive"),
+    mask_dtypes=_MASKS,
+    mask_grad=True,
     bands=("causal", "bottom_right", "window"),
     mask_with_band=True,
     softcap=True,
@@ -147,7 +149,7 @@ def _plan_hopper_forward(problem: Problem, setting: Setting) -> hopper_plan.Forw
 
 
 def _plan_hopper_backward(kind: BackwardKind, setting: Setting) -> hopper_plan.BackwardPlan:
-    return hopper_plan.plan_backward(kind.problem, setting.gpu.processors)
+    return hopper_plan.plan_backward(kind, setting)
 
 
 def _not_hopper(gpu: Gpu) -> Reason | None:

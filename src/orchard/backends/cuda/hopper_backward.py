@@ -31,11 +31,12 @@ from orchard.backends.cuda.hopper_common import (
     tma_reduce_add,
     within,
 )
-from orchard.backends.cuda.hopper_terms import NONE, Terms
+from orchard.backends.cuda.hopper_terms import Terms
 
 _KEYS = gl.constexpr(128)  # of a block
 _BOTH_CONSUMERS = gl.constexpr("bar.sync 9, 256;")
 _COLUMNS = gl.constexpr(16)  # that are cleared at a time
+_MASK_STAGES = gl.constexpr(2)  # of 64 rows each
 
 
 @triton.jit
@@ -111,6 +112,8 @@ class Block:
     batch: gl.tensor
     kv_head: gl.tensor
     first_key: gl.tensor
+    spare: gl.tensor  # see Terms.probability
+    padded_rows: gl.tensor
     terms: Terms
     ROW_TILE: gl.constexpr
     LOW: gl.constexpr  # whether the band has a lower bound
@@ -121,8 +124,8 @@ class Block:
 
     @gluon.constexpr_function
     def __init__(
-        self, rows, keys, heads, group, low, high, batch, kv_head, first_key, terms,
-        ROW_TILE, LOW, HIGH, TAIL, EMPTY_ROWS, FUSED,
+        self, rows, keys, heads, group, low, high, batch, kv_head, first_key, spare, padded_rows,
+        terms, ROW_TILE, LOW, HIGH, TAIL, EMPTY_ROWS, FUSED,
     ):  # fmt: skip
         self.rows = rows
         self.keys = keys
@@ -133,6 +136,8 @@ class Block:
         self.batch = batch
         self.kv_head = kv_head
         self.first_key = first_key
+        self.spare = spare
+        self.padded_rows = padded_rows
         self.terms = terms
         self.ROW_TILE = gl.constexpr(ROW_TILE)
         self.LOW = gl.constexpr(LOW)
@@ -183,25 +188,35 @@ class Block:
         return weights
 
     @gluon.jit
-    def weights(self, products, lse, first_key, first_row, plane):
+    def mask_tile(self, masks, slot, first_key, first_row, plane, CONSUMER: gl.constexpr):
+        """[64 keys, 64 rows] of the mask, where there is one."""
+        LAYOUT: gl.constexpr = product_layout(ROWS)
+        if self.terms.MASK_TILES:
+            masks.wait(slot)
+            tile = masks.tile(slot, [ROWS, _KEYS]).slice(CONSUMER * ROWS, ROWS, dim=1)
+            found = tile.permute((1, 0)).load(LAYOUT)
+            masks.release(slot)
+        else:
+            head = plane - self.batch * self.heads
+            found = self.terms.mask_tile_by_key(
+                self, self.batch, head, first_key, first_row, LAYOUT
+            )
+        return found
+
+    @gluon.jit
+    def weights(self, products, mask, lse, first_key, first_row, plane):
         """Of [64 keys, 64 rows]: weights of the values, and what dS is computed from.
 
         The latter are probabilities times the slope of the softcap, negative where dropped.
         """
         terms = self.terms
-        LAYOUT: gl.constexpr = products.type.layout
-        scores = products
-        if terms.SOFTCAP:
-            scores = terms.capped(products)
-        weights = terms.power(scores, gl.expand_dims(lse, 0))
+        scores = terms.score(products, mask)
+        at = plane.to(gl.int64) * self.padded_rows + first_row
+        weights = terms.probability(scores, lse, self.spare + at, 0)
         weights = self.clipped(weights, first_key, first_row)
-        if terms.MASK != NONE:
-            head = plane - self.batch * self.heads
-            mask = terms.mask_tile_by_key(self, self.batch, head, first_key, first_row, LAYOUT)
-            weights = gl.where(mask != 0, weights, 0.0)
         sources = weights
         if terms.SOFTCAP:
-            sources = weights * terms.slope(scores)
+            sources = weights * terms.slope(terms.capped(products))
         if terms.DROPOUT:
             kept = terms.kept_by_key(weights, plane, first_key, first_row)
             weights = gl.where(kept, weights, 0.0)
@@ -223,6 +238,7 @@ class Shared:
 
     queries: Ring
     grads: Ring
+    masks: Ring
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     keys: gl.shared_memory_descriptor
@@ -232,9 +248,10 @@ class Shared:
     staging: gl.shared_memory_descriptor  # dQ on its way to memory
 
     @gluon.constexpr_function
-    def __init__(self, queries, grads, lse, delta, keys, values, loaded, exchange, staging):
+    def __init__(self, queries, grads, masks, lse, delta, keys, values, loaded, exchange, staging):
         self.queries = queries
         self.grads = grads
+        self.masks = masks
         self.lse = lse
         self.delta = delta
         self.keys = keys
@@ -268,12 +285,14 @@ class Shared:
 
 
 @gluon.jit
-def _produce(block, shared, query, key, value, grad_out, lse, delta):
+def _produce(block, shared, query, key, value, grad_out, mask, lse, delta):
     at = [block.batch, block.kv_head, block.first_key, 0]
     mbarrier.expect(shared.loaded, key.block_type.nbytes + value.block_type.nbytes)
     tma.async_copy_global_to_shared(key, at, shared.loaded, shared.keys)
     tma.async_copy_global_to_shared(value, at, shared.loaded, shared.values)
     STATISTICS: gl.constexpr = block.ROW_TILE * 4
+    HALVES: gl.constexpr = block.ROW_TILE // ROWS
+    terms = block.terms
     step = 0
     for member in range(block.group):
         head = block.kv_head * block.group + member
@@ -287,6 +306,10 @@ def _produce(block, shared, query, key, value, grad_out, lse, delta):
                 query, [block.batch, head, row, 0], ready, shared.queries.buffers.index(stage)
             )
             tma.async_copy_global_to_shared(lse, [plane, row], ready, shared.lse.index(stage))
+            if terms.MASK_TILES:
+                for half in gl.static_range(HALVES):
+                    at = terms.mask_place(block.batch, head, row + half * ROWS, block.first_key)
+                    shared.masks.load(step * HALVES + half, mask, at)
             shared.grads.acquire(step, grad_out.block_type.nbytes + STATISTICS)
             ready = shared.grads.ready.index(stage)
             tma.async_copy_global_to_shared(
@@ -337,8 +360,9 @@ def _consume_wide(block, shared, sums, CONSUMER: gl.constexpr):
         if block.EMPTY_ROWS:
             shared.clear_empty_rows(grad, lse, 0)
         by_weight = multiply(values, grad)
+        mask = block.mask_tile(shared.masks, step, first_key, row, plane, CONSUMER)
         products = warpgroup_mma_wait(1, deps=[products])
-        weights, sources = block.weights(products, lse, first_key, row, plane)
+        weights, sources = block.weights(products, mask, lse, first_key, row, plane)
         left = operand(weights.to(DTYPE), D)
         by_value = warpgroup_mma(left, grad, by_value, is_async=True)
         delta = shared.row_values(shared.delta, step, 0, ROW)
@@ -374,9 +398,18 @@ def _consume_wide(block, shared, sums, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _half_weights(block, products, lse, grad, by_value, row, first_key, plane):
+def _half_weights(
+    block, shared, products, grad, by_value, step, row, plane,
+    CONSUMER: gl.constexpr, HALF: gl.constexpr, PENDING: gl.constexpr,
+):  # fmt: skip
     """Weights of 64 of a tile's 128 rows; their product with grad_out is begun."""
-    weights, sources = block.weights(products, lse, first_key, row, plane)
+    ROW: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
+    first_key = block.first_key + CONSUMER * ROWS
+    first_row = row + HALF * ROWS
+    mask = block.mask_tile(shared.masks, step * 2 + HALF, first_key, first_row, plane, CONSUMER)
+    products = warpgroup_mma_wait(PENDING, deps=[products])
+    lse = shared.row_values(shared.lse, step, HALF * ROWS, ROW)
+    weights, sources = block.weights(products, mask, lse, first_key, first_row, plane)
     left = operand(weights.to(grad.dtype), grad.shape[1])
     return sources, left, warpgroup_mma(left, grad, by_value, is_async=True)
 
@@ -405,7 +438,6 @@ def _consume_narrow(block, shared, sums, CONSUMER: gl.constexpr):
     all_keys = shared.keys.reshape([_KEYS, D])
     keys = all_keys.slice(CONSUMER * ROWS, ROWS, dim=0)
     values = shared.values.reshape([_KEYS, D]).slice(CONSUMER * ROWS, ROWS, dim=0)
-    first_key = block.first_key + CONSUMER * ROWS
     by_key = gl.zeros([ROWS, D], gl.float32, product_layout(D))
     by_value = gl.zeros([ROWS, D], gl.float32, product_layout(D))
     mbarrier.wait(shared.loaded, 0)
@@ -431,17 +463,13 @@ def _consume_narrow(block, shared, sums, CONSUMER: gl.constexpr):
             shared.clear_empty_rows(grad, shared.row_values(shared.lse, step, 0, ROW), 0)
             shared.clear_empty_rows(grad, shared.row_values(shared.lse, step, ROWS, ROW), ROWS)
         by_weight_0 = multiply(values, grad_0)
-        products_0 = warpgroup_mma_wait(2, deps=[products_0])
-        lse = shared.row_values(shared.lse, step, 0, ROW)
         sources_0, p_0, by_value = _half_weights(
-            block, products_0, lse, grad_0, by_value, row, first_key, plane
+            block, shared, products_0, grad_0, by_value, step, row, plane, CONSUMER, 0, 2
         )
         # Only now: four products of 64x64 beside the sums would not fit into the registers.
         by_weight_1 = multiply(values, grad_1)
-        products_1 = warpgroup_mma_wait(3, deps=[products_1])
-        lse = shared.row_values(shared.lse, step, ROWS, ROW)
         sources_1, p_1, by_value = _half_weights(
-            block, products_1, lse, grad_1, by_value, row + ROWS, first_key, plane
+            block, shared, products_1, grad_1, by_value, step, row, plane, CONSUMER, 1, 3
         )
         by_weight_0 = warpgroup_mma_wait(3, deps=[by_weight_0])
         ds_0, by_key = _half_scores(
@@ -505,19 +533,21 @@ def _consume(block, shared, sums, grad_key, grad_value, grad_scale, CONSUMER: gl
 
 @gluon.jit
 def backward_kernel(
-    query, key, value, grad_out, lse, delta, grad_key, grad_value, sums,
+    query, key, value, grad_out, lse, delta, grad_key, grad_value, sums, spare, padded_rows,
     rows, key_count, heads, group, planes, cohort, low, high,
     factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale, grad_scale,
     ROW_TILE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr, EMPTY_ROWS: gl.constexpr,
     FUSED: gl.constexpr,
-    SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr, DROPOUT: gl.constexpr,
+    SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr,
+    MASK_TILES: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = key.block_shape[3]
     DTYPE: gl.constexpr = key.dtype
     terms = Terms(
-        factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale,
-        SOFTCAP, MASK, MASK_KEYS, DROPOUT,
+        factor, cap, seed if MASK_TILES else mask, mask_batch, mask_head, mask_row,
+        seed, threshold, keep_scale,
+        SOFTCAP, MASK, MASK_KEYS, MASK_TILES, DROPOUT,
     )  # fmt: skip
     blocks = gl.cdiv(key_count, _KEYS)
     # In a cohort of planes the first blocks come first: under a causal band they are the longest.
@@ -531,19 +561,28 @@ def backward_kernel(
     first_key = (inside // members) * _KEYS
     block = Block(
         rows, key_count, heads, group, low, high,
-        plane // kv_heads, plane % kv_heads, first_key, terms,
+        plane // kv_heads, plane % kv_heads, first_key, spare, padded_rows, terms,
         ROW_TILE, LOW, HIGH, TAIL, EMPTY_ROWS, FUSED,
     )  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    queries = make_ring(
+        gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROW_TILE, D], query.layout), STAGES, 2
+    )
+    masks = queries
+    if MASK_TILES:
+        masks = make_ring(
+            gl.allocate_shared_memory(DTYPE, [_MASK_STAGES, 1, 1, ROWS, _KEYS], mask.layout),
+            _MASK_STAGES,
+            2,
+        )
     shared = Shared(
-        make_ring(
-            gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROW_TILE, D], query.layout), STAGES, 2
-        ),
+        queries,
         make_ring(
             gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROW_TILE, D], grad_out.layout),
             STAGES,
             2,
         ),
+        masks,
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROW_TILE], lse.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROW_TILE], delta.layout),
         gl.allocate_shared_memory(DTYPE, [1, 1, _KEYS, D], key.layout),
@@ -556,7 +595,7 @@ def backward_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_produce, (block, shared, query, key, value, grad_out, lse, delta)),
+            (_produce, (block, shared, query, key, value, grad_out, mask, lse, delta)),
             (_consume, (block, shared, sums, grad_key, grad_value, grad_scale, 0)),
             (_consume, (block, shared, sums, grad_key, grad_value, grad_scale, 1)),
         ],
@@ -594,17 +633,20 @@ def _produce_rows(work, shared, query, grad_out, key, value):
             shared.queries.load(turn * work.CONSUMERS + consumer, query, at)
             shared.grads.load(turn * work.CONSUMERS + consumer, grad_out, at)
         begin, end = work.span(first_row)
-        step = work.load_keys(key, value, shared.keys, shared.values, step, batch, head, begin, end)
+        for index in range(end - begin):
+            tile = end - 1 - index
+            work.load_keys(key, value, shared.keys, shared.values, step, batch, head, tile)
+            step += 1
         turn += 1
         position = work.position(turn)
 
 
 @gluon.jit
-def _by_score(work, terms, products, by_weight, mask, lse, delta, plane, at, clipped):
+def _by_score(work, terms, products, by_weight, mask, lse, spare, delta, plane, at, clipped):
     """dS of 64 rows and 64 keys that begin `at` (row, key), before the scale."""
     first_row, first_key = at
     scores = terms.score(products, mask)
-    weights = terms.power(scores, gl.expand_dims(lse, 1))
+    weights = terms.probability(scores, lse, spare, 1)
     if clipped:
         weights = gl.where(work.seen(first_row, first_key, ROWS), weights, 0.0)
     if terms.DROPOUT:
@@ -617,8 +659,9 @@ def _by_score(work, terms, products, by_weight, mask, lse, delta, plane, at, cli
 
 @gluon.jit
 def _consume_rows(
-    work, terms, shared, grad_query, lse, delta, padded_rows, grad_scale, CONSUMER: gl.constexpr
-):
+    work, terms, shared, grad_query, lse, spare, delta, padded_rows, grad_scale,
+    CONSUMER: gl.constexpr,
+):  # fmt: skip
     """dQ of 64 rows: tiles of 128 keys in two halves, from right to left."""
     D: gl.constexpr = grad_query.block_shape[3]
     DTYPE: gl.constexpr = grad_query.dtype
@@ -636,8 +679,8 @@ def _consume_rows(
         begin, end = work.span(tile_row)
         whole_begin, whole_end = work.whole(first_row, begin, end)
         plane = batch * work.heads + head
-        at = plane.to(gl.int64) * padded_rows + first_row
-        at += gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+        first_number = plane.to(gl.int64) * padded_rows + first_row
+        at = first_number + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
         row_lse = gl.load(lse + at)
         row_delta = gl.load(delta + at)
         slot = turn * work.CONSUMERS + CONSUMER
@@ -666,16 +709,16 @@ def _consume_rows(
             mask_1 = terms.mask_tile(work, batch, head, first_row, first_key + ROWS, ROWS, SCORES)
             products_0, by_weight_0 = warpgroup_mma_wait(2, deps=[products_0, by_weight_0])
             ds_0 = _by_score(
-                work, terms, products_0, by_weight_0, mask_0, row_lse, row_delta, plane,
-                (first_row, first_key), clipped,
+                work, terms, products_0, by_weight_0, mask_0, row_lse, spare + first_number,
+                row_delta, plane, (first_row, first_key), clipped,
             )  # fmt: skip
             left_0 = operand(ds_0.to(DTYPE), D)
             by_query = warpgroup_mma(left_0, key_0, by_query, is_async=True)
             products_1, by_weight_1 = warpgroup_mma_wait(1, deps=[products_1, by_weight_1])
             values.release(step)
             ds_1 = _by_score(
-                work, terms, products_1, by_weight_1, mask_1, row_lse, row_delta, plane,
-                (first_row, first_key + ROWS), clipped,
+                work, terms, products_1, by_weight_1, mask_1, row_lse, spare + first_number,
+                row_delta, plane, (first_row, first_key + ROWS), clipped,
             )  # fmt: skip
             left_1 = operand(ds_1.to(DTYPE), D)
             by_query = warpgroup_mma(left_1, key_1, by_query, is_async=True)
@@ -700,7 +743,7 @@ def _consume_rows(
 
 @gluon.jit
 def rows_kernel(
-    query, key, value, grad_out, grad_query, lse, delta,
+    query, key, value, grad_out, grad_query, lse, spare, delta,
     rows, key_count, heads, group, planes, cohort, low, high,
     factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale,
     padded_rows, grad_scale,
@@ -714,7 +757,7 @@ def rows_kernel(
     work = Work(rows, key_count, heads, group, planes, cohort, low, high, 2, _KEYS, LOW, HIGH, TAIL)
     terms = Terms(
         factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale,
-        SOFTCAP, MASK, MASK_KEYS, DROPOUT,
+        SOFTCAP, MASK, MASK_KEYS, False, DROPOUT,
     )  # fmt: skip
     shared = RowsShared(
         make_ring(gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], query.layout), 2, 1),
@@ -732,11 +775,11 @@ def rows_kernel(
             (_produce_rows, (work, shared, query, grad_out, key, value)),
             (
                 _consume_rows,
-                (work, terms, shared, grad_query, lse, delta, padded_rows, grad_scale, 0),
+                (work, terms, shared, grad_query, lse, spare, delta, padded_rows, grad_scale, 0),
             ),
             (
                 _consume_rows,
-                (work, terms, shared, grad_query, lse, delta, padded_rows, grad_scale, 1),
+                (work, terms, shared, grad_query, lse, spare, delta, padded_rows, grad_scale, 1),
             ),
         ],
         [4, 4],

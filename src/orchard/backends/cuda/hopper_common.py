@@ -279,15 +279,11 @@ class Work:
         return within(first, last - first_key, COLUMNS, self.LOW, True)
 
     @gluon.jit
-    def load_keys(self, key, value, keys, values, step, batch, head, begin, end):
-        """Producer: tiles [begin, end) of keys and values, from right to left."""
-        kv_head = head // self.group
-        for index in range(end - begin):
-            at = [batch, kv_head, (end - 1 - index) * self.TILE, 0]
-            keys.load(step, key, at)
-            values.load(step, value, at)
-            step += 1
-        return step
+    def load_keys(self, key, value, keys, values, step, batch, head, tile):
+        """Producer: a tile of keys and one of values."""
+        at = [batch, head // self.group, tile * self.TILE, 0]
+        keys.load(step, key, at)
+        values.load(step, value, at)
 
 
 @aggregate

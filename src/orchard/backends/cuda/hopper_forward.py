@@ -28,6 +28,7 @@ from orchard.backends.cuda.hopper_common import (
 from orchard.backends.cuda.hopper_terms import ADDITIVE, NONE, Terms
 
 _QUERY_STAGES = gl.constexpr(2)
+_MASK_STAGES = gl.constexpr({64: 2, 128: 1})  # by head dimension: what shared memory has room for
 
 
 @gluon.constexpr_function
@@ -43,15 +44,17 @@ class Consumer:
     terms: Terms
     keys: Ring
     values: Ring
+    masks: Ring  # a stage of each consumer after the other
     INDEX: gl.constexpr
     PIPELINED: gl.constexpr  # scores of a tile are computed beside the output of the one before
 
     @gluon.constexpr_function
-    def __init__(self, work, terms, keys, values, INDEX, PIPELINED):
+    def __init__(self, work, terms, keys, values, masks, INDEX, PIPELINED):
         self.work = work
         self.terms = terms
         self.keys = keys
         self.values = values
+        self.masks = masks
         self.INDEX = gl.constexpr(INDEX)
         self.PIPELINED = gl.constexpr(PIPELINED)
 
@@ -77,8 +80,24 @@ class Consumer:
             self.keys.release(step)
             self.values.wait(step)
             self.values.release(step)
+            if self.terms.MASK_TILES:
+                self.masks.wait(step * self.work.CONSUMERS + self.INDEX)
+                self.masks.release(step * self.work.CONSUMERS + self.INDEX)
             step += 1
         return step
+
+    @gluon.jit
+    def loaded_mask(self, step, mask_tile):
+        """The tile of the mask that came by TMA; `mask_tile` where none does."""
+        TILE: gl.constexpr = self.work.TILE
+        if self.terms.MASK_TILES:
+            slot = step * self.work.CONSUMERS + self.INDEX
+            self.masks.wait(slot)
+            tile = self.masks.tile(slot, [ROWS, TILE]).load(product_layout(TILE))
+            self.masks.release(slot)
+        else:
+            tile = mask_tile
+        return tile
 
 
 @aggregate
@@ -103,7 +122,7 @@ class Rows:
 
 
 @gluon.jit
-def _produce(schedule, query, key, value, queries, keys, values):
+def _produce(schedule, terms, query, key, value, mask, queries, keys, values, masks):
     work = schedule.work
     turn = 0
     step = 0
@@ -115,7 +134,15 @@ def _produce(schedule, query, key, value, queries, keys, values):
             row = first_row + consumer * ROWS
             queries.load(turn * work.CONSUMERS + consumer, query, [batch, head, row, 0])
         begin, end = work.span(first_row)
-        step = work.load_keys(key, value, keys, values, step, batch, head, begin, end)
+        for index in range(end - begin):
+            tile = end - 1 - index
+            if terms.MASK_TILES:
+                for consumer in gl.static_range(work.CONSUMERS):
+                    row = first_row + consumer * ROWS
+                    at = terms.mask_place(batch, head, row, tile * work.TILE)
+                    masks.load(step * work.CONSUMERS + consumer, mask, at)
+            work.load_keys(key, value, keys, values, step, batch, head, tile)
+            step += 1
         position = schedule.following(turn)
         turn += 1
     schedule.tell(turn, position)
@@ -125,9 +152,12 @@ def _produce(schedule, query, key, value, queries, keys, values):
 def _mask_tile(consumer, rows, tile):
     work = consumer.work
     TILE: gl.constexpr = work.TILE
-    return consumer.terms.mask_tile(
-        work, rows.batch, rows.head, rows.first, tile * TILE, TILE, product_layout(TILE)
-    )
+    found = gl.to_tensor(0)
+    if not consumer.terms.MASK_TILES:
+        found = consumer.terms.mask_tile(
+            work, rows.batch, rows.head, rows.first, tile * TILE, TILE, product_layout(TILE)
+        )
+    return found
 
 
 @gluon.jit
@@ -184,6 +214,7 @@ def _plain_tile(consumer, rows, step, state, tile):
     mask_tile = _mask_tile(consumer, rows, tile)
     keys.wait(step)
     products = multiply(query, keys.tile(step, [TILE, D]))
+    mask_tile = consumer.loaded_mask(step, mask_tile)
     products = warpgroup_mma_wait(0, deps=[products])
     keys.release(step)
     weights, top, total, fade = _softmax(consumer, rows, products, mask_tile, tile, top, total)
@@ -212,6 +243,7 @@ def _pipelined_tile(consumer, rows, step, state, tile):
     values.wait(step)
     sums = warpgroup_mma(left, values.tile(step, [TILE, D]), sums, is_async=True)
     consumer.pass_turn()
+    mask_tile = consumer.loaded_mask(step + 1, mask_tile)
     products = warpgroup_mma_wait(1, deps=[products])
     keys.release(step + 1)
     weights, top, total, fade = _softmax(consumer, rows, products, mask_tile, tile, top, total)
@@ -238,6 +270,7 @@ def _attend(consumer, rows, step, begin, end):
         consumer.take_turn()
         products = multiply(query, keys.tile(step, [TILE, D]))
         consumer.pass_turn()
+        mask_tile = consumer.loaded_mask(step, mask_tile)
         products = warpgroup_mma_wait(0, deps=[products])
         keys.release(step)
         weights, top, total, _ = _softmax(consumer, rows, products, mask_tile, end - 1, top, total)
@@ -331,7 +364,8 @@ def forward_kernel(
     CONSUMERS: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     PIPELINED: gl.constexpr, DYNAMIC: gl.constexpr,
     LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr,
-    SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr, DROPOUT: gl.constexpr,
+    SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr,
+    MASK_TILES: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = out.block_shape[3]
     DTYPE: gl.constexpr = out.dtype
@@ -340,8 +374,9 @@ def forward_kernel(
         rows, key_count, heads, group, planes, cohort, low, high, CONSUMERS, TILE, LOW, HIGH, TAIL
     )
     terms = Terms(
-        factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale,
-        SOFTCAP, MASK, MASK_KEYS, DROPOUT,
+        factor, cap, lse if MASK_TILES else mask, mask_batch, mask_head, mask_row,
+        seed, threshold, keep_scale,
+        SOFTCAP, MASK, MASK_KEYS, MASK_TILES, DROPOUT,
     )  # fmt: skip
     queries = make_ring(
         gl.allocate_shared_memory(DTYPE, [QUERIES, 1, 1, ROWS, D], query.layout), QUERIES, 1
@@ -352,14 +387,23 @@ def forward_kernel(
     values = make_ring(
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, TILE, D], value.layout), STAGES, CONSUMERS
     )
+    masks = keys
+    if MASK_TILES:
+        SLOTS: gl.constexpr = _MASK_STAGES[D] * CONSUMERS
+        masks = make_ring(
+            gl.allocate_shared_memory(DTYPE, [SLOTS, 1, 1, ROWS, TILE], mask.layout), SLOTS, 1
+        )
     schedule = make_schedule(work, counter, DYNAMIC)
     fence_async_shared()
-    first = Consumer(work, terms, keys, values, 0, PIPELINED)
-    second = Consumer(work, terms, keys, values, 1, PIPELINED)
+    first = Consumer(work, terms, keys, values, masks, 0, PIPELINED)
+    second = Consumer(work, terms, keys, values, masks, 1, PIPELINED)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_produce, (schedule, query, key, value, queries, keys, values)),
+                (
+                    _produce,
+                    (schedule, terms, query, key, value, mask, queries, keys, values, masks),
+                ),
                 (_consume, (first, schedule, out, lse, queries)),
                 (_consume, (second, schedule, out, lse, queries)),
             ],
@@ -367,10 +411,13 @@ def forward_kernel(
             [REGISTERS, REGISTERS],
         )
     else:
-        third = Consumer(work, terms, keys, values, 2, PIPELINED)
+        third = Consumer(work, terms, keys, values, masks, 2, PIPELINED)
         gl.warp_specialize(
             [
-                (_produce, (schedule, query, key, value, queries, keys, values)),
+                (
+                    _produce,
+                    (schedule, terms, query, key, value, mask, queries, keys, values, masks),
+                ),
                 (_consume, (first, schedule, out, lse, queries)),
                 (_consume, (second, schedule, out, lse, queries)),
                 (_consume, (third, schedule, out, lse, queries)),

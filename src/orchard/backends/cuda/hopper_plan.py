@@ -16,6 +16,9 @@ from orchard.attention import memory
 from orchard.attention.dropout import keep_scale
 from orchard.attention.memory import Place, dense, following
 from orchard.attention.problem import Gradients, MaskSpec, Problem, Saved, Tensors, Upstream
+from orchard.backends.cuda import launch
+from orchard.backends.cuda.launch import Backward, BackwardKind, Setting
+from orchard.backends.cuda.runtime import Runtime
 from orchard.dispatch.backend import Reason
 
 if TYPE_CHECKING:
@@ -70,10 +73,6 @@ class TermsSpecialisation(NamedTuple):
     wide_mask: bool = False  # its rows begin on 16 elements
     dropout: bool = False
 
-    def refuses(self, mask: Tensor | None) -> bool:
-        """Whether the mask begins where its wide loads cannot; a problem does not say."""
-        return self.wide_mask and mask is not None and mask.data_ptr() % _WIDE != 0
-
     @property
     def narrow(self) -> TermsSpecialisation:
         return self._replace(wide_mask=False)
@@ -88,8 +87,15 @@ class ForwardSpecialisation(NamedTuple):
     high: bool
     tail: bool  # the last tile of keys is not whole
     dynamic: bool  # programs take tiles when they are ready, instead of having them dealt out
+    mask_tiles: bool  # tiles of the mask come by TMA
     terms: TermsSpecialisation
     config: ForwardConfig
+
+    def fitting(self, mask: Tensor | None) -> ForwardSpecialisation:
+        """This, or what takes a mask that begins where its wide loads cannot."""
+        if mask is None or mask.data_ptr() % _WIDE == 0:
+            return self
+        return self._replace(mask_tiles=False, terms=self.terms.narrow)
 
 
 class BackwardSpecialisation(NamedTuple):
@@ -103,8 +109,15 @@ class BackwardSpecialisation(NamedTuple):
     empty_rows: bool  # some row may see no key
     grad_lse: bool
     fused: bool
+    mask_tiles: bool  # tiles of the mask come by TMA
     terms: TermsSpecialisation
     config: BackwardConfig
+
+    def fitting(self, mask: Tensor | None) -> BackwardSpecialisation:
+        """This, or what takes a mask that begins where its wide loads cannot."""
+        if mask is None or mask.data_ptr() % _WIDE == 0:
+            return self
+        return self._replace(mask_tiles=False, terms=self.terms.narrow)
 
 
 def reasons(problem: Problem) -> tuple[Reason, ...]:
@@ -115,12 +128,24 @@ def reasons(problem: Problem) -> tuple[Reason, ...]:
     mask = problem.mask
     if mask is not None and mask.shape[3] > 1 and mask.strides[3] != 1:
         found.append(("mask_strides", "takes a mask whose last axis is contiguous", ""))
+    if mask is not None and mask.kind == "additive":
+        found += _additive_reasons(problem, mask)
     if problem.stage != "forward" and (problem.head_dim % 8 or problem.value_dim % 8):
         found.append(("head_dim", "takes multiples of 8 as head dimensions in a backward", ""))
     for name, (shape, strides) in _described(problem).items():
         if not _describable(shape, strides, problem.dtype.itemsize):
             found.append(("strides", f"cannot have TMA walk the strides {strides} of {name}", ""))
     return tuple(Reason(*reason) for reason in found)
+
+
+def _additive_reasons(problem: Problem, mask: MaskSpec) -> list[tuple[str, str, str]]:
+    if problem.stage != "forward" and not launch.has_mask_apart(problem):
+        sentence = "takes the gradient of a mask for each row and key that heads or batch share"
+        return [("mask_grad", sentence, "")]
+    if 1 not in mask.shape[2:] and _mask_geometry(problem) is None:
+        sentence = "takes an added mask for each row and key only as TMA can walk it"
+        return [("mask_strides", sentence, "give it the operands' dtype, rows on 16 bytes")]
+    return []
 
 
 def _described(problem: Problem) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -184,12 +209,17 @@ class ScoreTerms(NamedTuple):
             (_signed(threshold << 16), keep_scale(threshold)),
         )
 
-    def arguments(self, tensors: Tensors, spare: int) -> tuple[int | float, ...]:
+    def arguments(
+        self, tensors: Tensors, spare: int, of_mask: Geometry | None = None
+    ) -> tuple[int | float | Descriptor, ...]:
         """`spare` is an address for a tensor that is not there."""
         _, _, _, mask, seed = tensors
+        masked: int | Descriptor = spare
+        if mask is not None:
+            masked = mask.data_ptr() if of_mask is None else Descriptor(mask, of_mask)
         return (
             *self.scales,
-            spare if mask is None else mask.data_ptr(),
+            masked,
             *self.mask_strides,
             spare if seed is None else seed.data_ptr(),
             *self.dropout,
@@ -199,6 +229,20 @@ class ScoreTerms(NamedTuple):
 def _signed(word: int) -> int:
     """A 32-bit word as the signed integer that an argument is."""
     return word - 2**32 if word >= 2**31 else word
+
+
+def _mask_geometry(problem: Problem) -> Geometry | None:
+    """An added mask as TMA walks it, if it can: of the operands' type, a row for each query row."""
+    mask = problem.mask
+    if mask is None or mask.kind != "additive" or mask.dtype != problem.dtype:
+        return None
+    strides = (*_mask_strides(mask), mask.strides[3])
+    shape = tuple(size if stride else 1 for size, stride in zip(mask.shape, strides, strict=True))
+    if shape[2:] != (problem.query_length, problem.key_length):
+        return None
+    if not _describable(shape, strides, problem.dtype.itemsize):
+        return None
+    return Geometry.of(shape, strides)
 
 
 def _mask_strides(mask: MaskSpec | None) -> tuple[int, int, int]:
@@ -219,14 +263,16 @@ class ForwardPlan(NamedTuple):
     geometries: tuple[Geometry, Geometry, Geometry, Geometry]  # of query, key, value and out
     out: Place
     lse: Place
+    mask: Geometry | None  # where its tiles come by TMA
     work: tuple[int, ...]
     terms: ScoreTerms
 
     def run(self, _: Any, tensors: Tensors) -> Saved:
         query, key, value, mask, _ = tensors
         device, kernel = query.device, self.kernel
-        if self.special.terms.refuses(mask):
-            kernel = _forward_kernel(self.special._replace(terms=self.special.terms.narrow), device)
+        special = self.special.fitting(mask)
+        if special is not self.special:
+            kernel = _forward_kernel(special, device)
         out, lse = self.out.allocate(device), self.lse.allocate(device)
         address = lse.data_ptr()
         counter = torch.zeros(1, dtype=torch.int32, device=device) if self.special.dynamic else lse
@@ -241,7 +287,7 @@ class ForwardPlan(NamedTuple):
             address,
             counter.data_ptr(),
             *self.work,
-            *self.terms.arguments(tensors, address),
+            *self.terms.arguments(tensors, address, self.mask if special.mask_tiles else None),
         )
         return Saved(out, lse)
 
@@ -258,6 +304,7 @@ def specialise_forward(
         high=high is not None,
         tail=problem.key_length % config.keys != 0,
         dynamic=_row_tiles(problem, config) >= _DYNAMIC_TURNS * processors,
+        mask_tiles=_mask_geometry(problem) is not None,
         terms=_terms(problem),
         config=config,
     )
@@ -268,7 +315,8 @@ def _forward_config(problem: Problem, processors: int) -> ForwardConfig:
     many_tiles = _row_tiles(problem, _THREE) >= _DYNAMIC_TURNS * processors
     if tile == 64 and terms.mask == "none" and many_tiles:
         return _THREE
-    return _FORWARD._replace(pipelined=terms.mask == "none" and not terms.dropout)
+    roomy = terms.mask == "none" or _mask_geometry(problem) is not None
+    return _FORWARD._replace(pipelined=roomy and not terms.dropout)
 
 
 def _row_tiles(problem: Problem, config: ForwardConfig) -> int:
@@ -290,6 +338,7 @@ def plan_forward(
         (*_operand_geometries(problem), Geometry.of(shape, problem.out_strides)),
         Place(shape, problem.out_strides, problem.dtype),
         dense(shape[:3]),
+        _mask_geometry(problem),
         (*_sizes(problem), planes, _cohort(problem, special), *_band(problem)),
         ScoreTerms.of(problem),
     )
@@ -319,17 +368,31 @@ class BackwardPlan(NamedTuple):
     dims: tuple[int, int]
     scale: float
     terms: ScoreTerms
+    mask: Geometry | None  # where its tiles come by TMA
+    added: Backward | None  # with an added mask: who knows its gradient, and rows of a large lse
 
-    def run(self, _: Any, tensors: Tensors, saved: Saved, upstream: Upstream) -> Gradients:
+    def run(
+        self, runtime: Runtime, tensors: Tensors, saved: Saved, upstream: Upstream
+    ) -> Gradients:
         device = tensors.query.device
         grad_query, grad_key, grad_value = (place.allocate(device) for place in self.places)
-        lse, delta = self.statistic.allocate(device), self.statistic.allocate(device)
-        sums = self.sums.allocate(device) if self.special.fused else lse
-        kernels = self.kernels
-        if self.special.terms.refuses(tensors.mask):
-            terms = self.special.terms.narrow
-            kernels = _backward_kernels(self.special._replace(terms=terms), device)
-        self._run_statistics(tensors, saved, upstream, (lse, delta, sums))
+        sums = self.sums.allocate(device) if self.special.fused else None
+        special, kernels = self.special.fitting(tensors.mask), self.kernels
+        if special is not self.special:
+            kernels = _backward_kernels(special, device)
+        by_mask = None
+        if self.added is None:
+            lse, delta = self._run_statistics(tensors, saved, upstream, sums)
+            spare = lse
+        else:
+            if sums is not None:
+                sums.zero_()
+            known = self.added.statistics(runtime, tensors, saved, upstream)
+            by_mask = self.added.mask_apart(runtime, tensors, upstream, known)
+            shift, delta, logarithm = known
+            lse = self._padded(shift, torch.inf)
+            delta = self._padded(delta, 0.0)
+            spare = lse if logarithm is None else self._padded(logarithm, 0.0)
         operands = (*tensors[:3], upstream.out)
         described = tuple(map(Descriptor, operands, self.geometries))
         by_query, by_key, by_value = (
@@ -337,16 +400,20 @@ class BackwardPlan(NamedTuple):
             for tensor, place in zip((grad_query, grad_key, grad_value), self.places, strict=True)
         )
         rows = Geometry(self.statistic.shape, self.statistic.strides)
-        by_sums = Descriptor(sums, Geometry(self.sums.shape, self.sums.strides))
-        numbers = self.terms.arguments(tensors, lse.data_ptr())
+        by_sums = Descriptor(
+            lse if sums is None else sums, Geometry(self.sums.shape, self.sums.strides)
+        )
+        of_mask = self.mask if special.mask_tiles else None
         kernels.keys(
             self.programs[1],
             self.device,
             *described,
             *(Descriptor(lse, rows), Descriptor(delta, rows), by_key, by_value, by_sums),
-            *(*self.sizes, *self.key_order, *self.band, *numbers, self.scale),
+            *(spare.data_ptr(), self.statistic.shape[1]),
+            *(*self.sizes, *self.key_order, *self.band),
+            *(*self.terms.arguments(tensors, lse.data_ptr(), of_mask), self.scale),
         )
-        if self.special.fused:
+        if sums is not None:
             kernels.last(
                 self.programs[2],
                 self.device,
@@ -359,28 +426,38 @@ class BackwardPlan(NamedTuple):
                 self.programs[2],
                 self.device,
                 *(*described, by_query),
-                *(lse.data_ptr(), delta.data_ptr()),
-                *(*self.sizes, *self.row_order, *self.band, *numbers),
+                *(lse.data_ptr(), spare.data_ptr(), delta.data_ptr()),
+                *(*self.sizes, *self.row_order, *self.band),
+                *self.terms.arguments(tensors, lse.data_ptr()),
                 *(self.statistic.shape[1], self.scale),
             )
-        return Gradients(grad_query, grad_key, grad_value, None)
+        return Gradients(grad_query, grad_key, grad_value, by_mask)
+
+    def _padded(self, known: Tensor, filling: float) -> Tensor:
+        """Numbers of rows, [B, H, rows], as whole tiles of them."""
+        missing = self.statistic.shape[1] - known.shape[2]
+        return torch.nn.functional.pad(known, (0, missing), value=filling) if missing else known
 
     def _run_statistics(
-        self, tensors: Tensors, saved: Saved, upstream: Upstream, results: tuple[Tensor, ...]
-    ) -> None:
+        self, tensors: Tensors, saved: Saved, upstream: Upstream, sums: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """lse and delta of whole tiles of rows; the sums are cleared."""
+        device = tensors.query.device
+        lse, delta = self.statistic.allocate(device), self.statistic.allocate(device)
         out = _as_written(saved.out, tensors.query)
         grad_lse = saved.lse if upstream.lse is None else upstream.lse
-        sources = out, upstream.out, saved.lse, grad_lse
+        used = out, upstream.out, saved.lse, grad_lse, lse, delta, lse if sums is None else sums
         self.kernels.statistics(
             self.programs[0],
             self.device,
-            *(tensor.data_ptr() for tensor in (*sources, *results)),
+            *(tensor.data_ptr() for tensor in used),
             *(self.sizes[0], self.statistic.shape[1], self.sizes[2], *self.dims),
             *Geometry.of(out.shape, out.stride()).strides[:3],
             *self.geometries[3].strides[:3],
             *saved.lse.stride(),
             *grad_lse.stride(),
         )
+        return lse, delta
 
 
 def specialise_backward(
@@ -397,14 +474,16 @@ def specialise_backward(
         empty_rows=_may_have_empty_rows(problem),
         grad_lse=problem.lse,
         fused=not problem.deterministic,
+        mask_tiles=_mask_geometry(problem) is not None,
         terms=_terms(problem),
         config=config or _BACKWARD[tile],
     )
 
 
 def plan_backward(
-    problem: Problem, processors: int, config: BackwardConfig | None = None
+    kind: BackwardKind, setting: Setting, config: BackwardConfig | None = None
 ) -> BackwardPlan:
+    problem, processors = kind.problem, setting.gpu.processors
     special = specialise_backward(problem, config)
     planes, key_planes = problem.batch * problem.heads, problem.batch * problem.kv_heads
     padded = -(-problem.query_length // _PADDING) * _PADDING
@@ -435,6 +514,8 @@ def plan_backward(
         (problem.head_dim, problem.value_dim),
         problem.options.scale,
         ScoreTerms.of(problem),
+        _mask_geometry(problem),
+        launch.plan_backward(kind, setting) if special.terms.mask == "additive" else None,
     )
 
 

@@ -132,7 +132,11 @@ def forward_source(special: ForwardSpecialisation) -> Source:
         "TAIL": special.tail,
     }
     types |= _SHAPE | terms
-    return Source(forward_kernel, types, constants | flags, divisors | {"lse": _WIDE})
+    if special.mask_tiles:
+        types["mask"] = _tile(special.dtype, WARPGROUP_ROWS, config.keys)
+        divisors.pop("mask", None)
+    constants |= flags | {"MASK_TILES": special.mask_tiles}
+    return Source(forward_kernel, types, constants, divisors | {"lse": _WIDE})
 
 
 def statistics_source(special: BackwardSpecialisation) -> Source:
@@ -165,6 +169,7 @@ def keys_source(special: BackwardSpecialisation) -> Source:
     types = {"query": rows, "key": block, "value": block, "grad_out": rows}
     types |= {"lse": statistics, "delta": statistics, "grad_key": block, "grad_value": block}
     types |= {"sums": tile_type("fp32", (1, WARPGROUP_ROWS, 64))}
+    types |= {"spare": "*fp32", "padded_rows": "i32"}
     terms, divisors, flags = _terms(special.terms)
     types |= _SHAPE | terms | {"grad_scale": "fp32"}
     constants = {
@@ -177,7 +182,11 @@ def keys_source(special: BackwardSpecialisation) -> Source:
         "EMPTY_ROWS": special.empty_rows,
         "FUSED": special.fused,
     }
-    return Source(backward_kernel, types, constants | flags, divisors)
+    if special.mask_tiles:
+        types["mask"] = _tile(special.dtype, WARPGROUP_ROWS, KEY_BLOCK)
+        divisors.pop("mask", None)
+    constants |= flags | {"MASK_TILES": special.mask_tiles}
+    return Source(backward_kernel, types, constants, divisors)
 
 
 def rows_source(special: BackwardSpecialisation) -> Source:
@@ -185,7 +194,7 @@ def rows_source(special: BackwardSpecialisation) -> Source:
     rows = _tile(special.dtype, WARPGROUP_ROWS, special.head_tile)
     block = _tile(special.dtype, KEY_BLOCK, special.head_tile)
     types = {"query": rows, "key": block, "value": block, "grad_out": rows}
-    types |= {"grad_query": rows, "lse": "*fp32", "delta": "*fp32"}
+    types |= {"grad_query": rows, "lse": "*fp32", "spare": "*fp32", "delta": "*fp32"}
     terms, divisors, flags = _terms(special.terms)
     types |= _SHAPE | terms | {"padded_rows": "i32", "grad_scale": "fp32"}
     constants = {
@@ -195,7 +204,7 @@ def rows_source(special: BackwardSpecialisation) -> Source:
         "HIGH": special.high,
         "TAIL": special.tail,
     }
-    divisors |= {"lse": _WIDE, "delta": _WIDE}
+    divisors |= dict.fromkeys(("lse", "spare", "delta"), _WIDE)
     return Source(rows_kernel, types, constants | flags, divisors)
 
 

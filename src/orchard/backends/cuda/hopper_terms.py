@@ -4,11 +4,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
+from orchard.backends.cuda.general_backward import LSE_LIMIT
 from orchard.backends.cuda.hopper_common import LOG2_E, ROWS, axis_index
 
 NONE = gl.constexpr(0)  # kinds of masks
 BOOL = gl.constexpr(1)
 ADDITIVE = gl.constexpr(2)
+
+_LARGE_LSE = gl.constexpr(LSE_LIMIT.value / 2)  # the highest score of such a row may be smaller
 
 _DECLARE = """
 .reg .u32 a, b, c, d, low0, high0, low1, high1, key0, key1, lane, sent, even, odd;
@@ -97,7 +100,7 @@ class Terms:
 
     factor: gl.tensor  # of a product: to its score, or to 2 log2(e) times what tanh is taken of
     cap: gl.tensor
-    mask: gl.tensor
+    mask: gl.tensor  # nothing to be read where its tiles come by TMA
     mask_batch: gl.tensor  # strides, in elements
     mask_head: gl.tensor
     mask_row: gl.tensor
@@ -107,12 +110,13 @@ class Terms:
     SOFTCAP: gl.constexpr
     MASK: gl.constexpr
     MASK_KEYS: gl.constexpr  # whether the mask has an element for each key
+    MASK_TILES: gl.constexpr  # whether its tiles come by TMA
     DROPOUT: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale,
-        SOFTCAP, MASK, MASK_KEYS, DROPOUT,
+        SOFTCAP, MASK, MASK_KEYS, MASK_TILES, DROPOUT,
     ):  # fmt: skip
         self.factor = factor
         self.cap = cap
@@ -126,6 +130,7 @@ class Terms:
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.MASK = gl.constexpr(MASK)
         self.MASK_KEYS = gl.constexpr(MASK_KEYS)
+        self.MASK_TILES = gl.constexpr(MASK_TILES)
         self.DROPOUT = gl.constexpr(DROPOUT)
 
     @gluon.jit
@@ -155,6 +160,12 @@ class Terms:
             else:
                 tile = gl.load(at)
         return tile
+
+    @gluon.jit
+    def mask_place(self, batch, head, row, key):
+        """Where a tile that comes by TMA begins. An axis of stride 0 is one of size 1 to TMA."""
+        batch = gl.where(self.mask_batch == 0, 0, batch)
+        return [batch, gl.where(self.mask_head == 0, 0, head), row, key]
 
     @gluon.jit
     def mask_tile_by_key(self, block, batch, head, first_key, first_row, LAYOUT: gl.constexpr):
@@ -209,6 +220,26 @@ class Terms:
             result = gl.exp2((scores - origin) * LOG2_E)
         else:
             result = gl.exp2(scores - origin)
+        return result
+
+    @gluon.jit
+    def probability(self, scores, lse, spare, AXIS: gl.constexpr):
+        """Of a backward, whose rows lie along the other axis than `AXIS`.
+
+        With an added mask a large lse has become two numbers: the highest score, and at `spare` the
+        logarithm to base 2 of the sum of what is relative to it.
+        """
+        LAYOUT: gl.constexpr = lse.type.layout
+        origin = gl.expand_dims(lse, AXIS)
+        if self.MASK == ADDITIVE:
+            exponents = (scores - origin) * LOG2_E
+            large = gl.where(lse == float("inf"), 0.0, gl.abs(lse))
+            if gl.max(large, axis=0) > _LARGE_LSE:
+                found = gl.load(spare + gl.arange(0, ROWS, layout=LAYOUT))
+                exponents = exponents - gl.expand_dims(found, AXIS)
+            result = gl.exp2(exponents)
+        else:
+            result = self.power(scores, origin)
         return result
 
     @gluon.jit

@@ -26,6 +26,7 @@ _ABSENT = Strides(0, 0, 0, 0)  # of a tensor that is not there
 _NO_LSE = torch.empty(0)  # stands for an lse that was not asked for; nobody writes to it
 
 Shape = tuple[int, ...]
+Statistics = tuple[Tensor, Tensor, Tensor | None]  # shift, delta and spare of rows
 
 
 class BackwardKind(NamedTuple):
@@ -111,28 +112,44 @@ class Backward(NamedTuple):
     def run(
         self, runtime: Runtime, tensors: Tensors, saved: Saved, upstream: Upstream
     ) -> Gradients:
-        query, key, _, mask, _ = tensors
-        device = query.device
+        device, mask = tensors.query.device, tensors.mask
         by_query, by_key, by_value = (place.allocate(device) for place in self.places)
-        by_mask = self.mask.place.allocate(device) if self.mask else None
+        rows = self.statistics(runtime, tensors, saved, upstream)
+        by_mask = self.mask_apart(runtime, tensors, upstream, rows)
         writer = self.mask.writer if self.mask else ""
-        if by_mask is not None and self.partly_seen and writer == "grad_query":
-            by_mask.zero_()
-        shift, delta = self.statistic.allocate(device), self.statistic.allocate(device)
-        spare = self.statistic.allocate(device) if self.has_spare else None
-        rows = shift, delta, spare
-        results = saved.out, saved.lse, upstream.out, upstream.lse
-        runtime.launch(self.rows, query, key, mask, *results, *rows)
+        if self.mask and by_mask is None:
+            by_mask = self.mask.place.allocate(device)
+            if self.partly_seen and writer == "grad_query":
+                by_mask.zero_()
         given = *tensors, upstream.out, *rows
         to_mask = by_mask if writer == "grad_key_value" else None
         runtime.launch(self.grad_key_value, *given, by_key, by_value, to_mask)
         to_mask = by_mask if writer == "grad_query" else None
         runtime.launch(self.grad_query, *given, by_query, to_mask)
-        if self.grad_mask is not None:
-            runtime.launch(self.grad_mask, *given, by_mask)
         if mask is not None and by_mask is not None:
             by_mask = by_mask.sum_to_size(mask.shape).to(mask.dtype)
         return Gradients(by_query, by_key, by_value, by_mask)
+
+    def mask_apart(
+        self, runtime: Runtime, tensors: Tensors, upstream: Upstream, rows: Statistics
+    ) -> Tensor | None:
+        """The gradient of the mask, where a kernel of its own makes it."""
+        if self.mask is None or self.grad_mask is None:
+            return None
+        by_mask = self.mask.place.allocate(tensors.query.device)
+        runtime.launch(self.grad_mask, *tensors, upstream.out, *rows, by_mask)
+        return by_mask
+
+    def statistics(
+        self, runtime: Runtime, tensors: Tensors, saved: Saved, upstream: Upstream
+    ) -> Statistics:
+        """What the kernels need to know of each row."""
+        query, key, _, mask, _ = tensors
+        shift, delta = self.statistic.allocate(query.device), self.statistic.allocate(query.device)
+        spare = self.statistic.allocate(query.device) if self.has_spare else None
+        results = saved.out, saved.lse, upstream.out, upstream.lse
+        runtime.launch(self.rows, query, key, mask, *results, shift, delta, spare)
+        return shift, delta, spare
 
 
 class Packed(NamedTuple):
@@ -375,6 +392,12 @@ def _gradient_places(problem: Problem) -> tuple[Place, Place, Place]:
         following(*operand, problem.dtype) for operand in problem.operands.values()
     )
     return query, key, value
+
+
+def has_mask_apart(problem: Problem) -> bool:
+    """Whether a kernel of its own makes the gradient of the mask, if that is wanted at all."""
+    gradient = _mask_gradient(problem)
+    return gradient is None or gradient.writer == "grad_mask"
 
 
 def _mask_gradient(problem: Problem) -> MaskGradient | None:
