@@ -175,6 +175,21 @@ def test_nothing_is_written_beside_the_outputs(name: str, monkeypatch: pytest.Mo
     assert differences(found._replace(grad_query=None), expected._replace(grad_query=None)) == []
 
 
+@pytest.mark.stress
+@pytest.mark.parametrize("terms", [{}, {"mask": "additive"}, {"dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_tiles_at_once_give_the_same_bits(
+    dim: int, terms: dict[str, Any], reproducible: None
+) -> None:
+    """Every multiprocessor at work, many tiles each: a tile overwritten too early would show."""
+    case = case_of("hopper", dim=dim, value_dim=dim, heads=32, kv_heads=32, **terms)
+    case = replace(case, rows=2048, keys=2048, mask_axes="bqk")
+    problem = exercise(case)
+    expected = problem.solve()
+    for _ in range(8):
+        assert differences(problem.solve(), expected) == []
+
+
 # Dropout
 
 

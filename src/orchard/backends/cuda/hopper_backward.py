@@ -31,7 +31,7 @@ from orchard.backends.cuda.hopper_common import (
     tma_reduce_add,
     within,
 )
-from orchard.backends.cuda.hopper_terms import Terms
+from orchard.backends.cuda.hopper_terms import Terms, kept_less_all, philox_key, positive
 
 _KEYS = gl.constexpr(128)  # of a block
 _BOTH_CONSUMERS = gl.constexpr("bar.sync 9, 256;")
@@ -195,13 +195,19 @@ class Block:
             masks.wait(slot)
             tile = masks.tile(slot, [ROWS, _KEYS]).slice(CONSUMER * ROWS, ROWS, dim=1)
             found = tile.permute((1, 0)).load(LAYOUT)
-            masks.release(slot)
         else:
             head = plane - self.batch * self.heads
             found = self.terms.mask_tile_by_key(
                 self, self.batch, head, first_key, first_row, LAYOUT
             )
         return found
+
+    @gluon.jit
+    def release_mask(self, masks, slot):
+        if self.terms.MASK_TILES:
+            # TMA must not overwrite what a warp has asked for and not got yet.
+            fence_async_shared()
+            masks.release(slot)
 
     @gluon.jit
     def weights(self, products, mask, lse, first_key, first_row, plane):
@@ -218,18 +224,20 @@ class Block:
         if terms.SOFTCAP:
             sources = weights * terms.slope(terms.capped(products))
         if terms.DROPOUT:
-            kept = terms.kept_by_key(weights, plane, first_key, first_row)
-            weights = gl.where(kept, weights, 0.0)
-            sources = gl.where(kept, sources, -sources)
+            bits = terms.bits_by_key(weights, plane, first_key, first_row)
+            sources = terms.signed(sources, bits)
+            weights = terms.kept(weights, bits) if terms.SOFTCAP else positive(sources)
         return weights, sources
 
     @gluon.jit
     def by_score(self, sources, by_weight, delta):
-        """dS of [64 keys, 64 rows], before the scale."""
+        """dS of [64 keys, 64 rows], before the scale; with dropout also before `keep_scale`."""
         if self.terms.DROPOUT:
-            by_weight = gl.where(sources >= 0.0, by_weight * self.terms.keep_scale, 0.0)
-            sources = gl.abs(sources)
-        return sources * (by_weight - gl.expand_dims(delta, 0))
+            delta = gl.expand_dims(delta * (1.0 / self.terms.keep_scale), 0)
+            result = kept_less_all(sources, by_weight, delta)
+        else:
+            result = sources * (by_weight - gl.expand_dims(delta, 0))
+        return result
 
 
 @aggregate
@@ -362,6 +370,7 @@ def _consume_wide(block, shared, sums, CONSUMER: gl.constexpr):
         by_weight = multiply(values, grad)
         mask = block.mask_tile(shared.masks, step, first_key, row, plane, CONSUMER)
         products = warpgroup_mma_wait(1, deps=[products])
+        block.release_mask(shared.masks, step)
         weights, sources = block.weights(products, mask, lse, first_key, row, plane)
         left = operand(weights.to(DTYPE), D)
         by_value = warpgroup_mma(left, grad, by_value, is_async=True)
@@ -406,8 +415,10 @@ def _half_weights(
     ROW: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
     first_key = block.first_key + CONSUMER * ROWS
     first_row = row + HALF * ROWS
-    mask = block.mask_tile(shared.masks, step * 2 + HALF, first_key, first_row, plane, CONSUMER)
+    slot = step * 2 + HALF
+    mask = block.mask_tile(shared.masks, slot, first_key, first_row, plane, CONSUMER)
     products = warpgroup_mma_wait(PENDING, deps=[products])
+    block.release_mask(shared.masks, slot)
     lse = shared.row_values(shared.lse, step, HALF * ROWS, ROW)
     weights, sources = block.weights(products, mask, lse, first_key, first_row, plane)
     left = operand(weights.to(grad.dtype), grad.shape[1])
@@ -432,6 +443,8 @@ def _half_scores(
 def _consume_narrow(block, shared, sums, CONSUMER: gl.constexpr):
     """dK and dV of 64 keys for D 64: tiles of 128 rows in two halves, dQ split by rows."""
     D: gl.constexpr = shared.keys.shape[3]
+    # Philox takes registers: then one half comes after the other.
+    SPARING: gl.constexpr = block.terms.DROPOUT
     ROW: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
     queries = shared.queries
     grads = shared.grads
@@ -457,31 +470,41 @@ def _consume_narrow(block, shared, sums, CONSUMER: gl.constexpr):
         own = exchanged.slice(CONSUMER * ROWS, ROWS, dim=0)
         queries.wait(step)
         products_0 = multiply(keys, query_0)
-        products_1 = multiply(keys, query_1)
+        if not SPARING:
+            products_1 = multiply(keys, query_1)
         grads.wait(step)
         if block.EMPTY_ROWS:
             shared.clear_empty_rows(grad, shared.row_values(shared.lse, step, 0, ROW), 0)
             shared.clear_empty_rows(grad, shared.row_values(shared.lse, step, ROWS, ROW), ROWS)
         by_weight_0 = multiply(values, grad_0)
         sources_0, p_0, by_value = _half_weights(
-            block, shared, products_0, grad_0, by_value, step, row, plane, CONSUMER, 0, 2
-        )
+            block, shared, products_0, grad_0, by_value, step, row, plane,
+            CONSUMER, 0, 1 if SPARING else 2,
+        )  # fmt: skip
+        if SPARING:
+            by_weight_0 = warpgroup_mma_wait(1, deps=[by_weight_0])
+            ds_0, by_key = _half_scores(
+                block, shared, sources_0, by_weight_0, query_0, by_key, own, step, 0
+            )
+            products_1 = multiply(keys, query_1)
         # Only now: four products of 64x64 beside the sums would not fit into the registers.
         by_weight_1 = multiply(values, grad_1)
         sources_1, p_1, by_value = _half_weights(
-            block, shared, products_1, grad_1, by_value, step, row, plane, CONSUMER, 1, 3
-        )
-        by_weight_0 = warpgroup_mma_wait(3, deps=[by_weight_0])
-        ds_0, by_key = _half_scores(
-            block, shared, sources_0, by_weight_0, query_0, by_key, own, step, 0
-        )
-        by_weight_1 = warpgroup_mma_wait(2, deps=[by_weight_1])
+            block, shared, products_1, grad_1, by_value, step, row, plane,
+            CONSUMER, 1, 1 if SPARING else 3,
+        )  # fmt: skip
+        if not SPARING:
+            by_weight_0 = warpgroup_mma_wait(3, deps=[by_weight_0])
+            ds_0, by_key = _half_scores(
+                block, shared, sources_0, by_weight_0, query_0, by_key, own, step, 0
+            )
+        by_weight_1 = warpgroup_mma_wait(1 if SPARING else 2, deps=[by_weight_1])
         ds_1, by_key = _half_scores(
             block, shared, sources_1, by_weight_1, query_1, by_key, own, step, 1
         )
         if block.FUSED:
             fence_async_shared()
-        by_value, p_0, p_1 = warpgroup_mma_wait(2, deps=[by_value, p_0, p_1])
+        by_value, p_0, p_1 = warpgroup_mma_wait(1 if SPARING else 2, deps=[by_value, p_0, p_1])
         grads.release(step)
         if block.FUSED:
             named_barrier(_BOTH_CONSUMERS)
@@ -544,9 +567,10 @@ def backward_kernel(
 ):  # fmt: skip
     D: gl.constexpr = key.block_shape[3]
     DTYPE: gl.constexpr = key.dtype
+    philox_0, philox_1 = philox_key(seed, DROPOUT)
     terms = Terms(
         factor, cap, seed if MASK_TILES else mask, mask_batch, mask_head, mask_row,
-        seed, threshold, keep_scale,
+        philox_0, philox_1, threshold, keep_scale,
         SOFTCAP, MASK, MASK_KEYS, MASK_TILES, DROPOUT,
     )  # fmt: skip
     blocks = gl.cdiv(key_count, _KEYS)
@@ -650,8 +674,8 @@ def _by_score(work, terms, products, by_weight, mask, lse, spare, delta, plane, 
     if clipped:
         weights = gl.where(work.seen(first_row, first_key, ROWS), weights, 0.0)
     if terms.DROPOUT:
-        kept = terms.kept_by_row(weights, plane, first_row, first_key)
-        by_weight = gl.where(kept, by_weight * terms.keep_scale, 0.0)
+        bits = terms.bits_by_row(weights, plane, first_row, first_key)
+        by_weight = terms.kept(by_weight * terms.keep_scale, bits)
     if terms.SOFTCAP:
         weights = weights * terms.slope(terms.capped(products))
     return weights * (by_weight - gl.expand_dims(delta, 1))
@@ -755,8 +779,10 @@ def rows_kernel(
     D: gl.constexpr = key.block_shape[3]
     DTYPE: gl.constexpr = key.dtype
     work = Work(rows, key_count, heads, group, planes, cohort, low, high, 2, _KEYS, LOW, HIGH, TAIL)
+    philox_0, philox_1 = philox_key(seed, DROPOUT)
     terms = Terms(
-        factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale,
+        factor, cap, mask, mask_batch, mask_head, mask_row,
+        philox_0, philox_1, threshold, keep_scale,
         SOFTCAP, MASK, MASK_KEYS, False, DROPOUT,
     )  # fmt: skip
     shared = RowsShared(

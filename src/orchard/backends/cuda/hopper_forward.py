@@ -25,10 +25,9 @@ from orchard.backends.cuda.hopper_common import (
     operand,
     product_layout,
 )
-from orchard.backends.cuda.hopper_terms import ADDITIVE, NONE, Terms
+from orchard.backends.cuda.hopper_terms import ADDITIVE, NONE, Terms, philox_key
 
 _QUERY_STAGES = gl.constexpr(2)
-_MASK_STAGES = gl.constexpr({64: 2, 128: 1})  # by head dimension: what shared memory has room for
 
 
 @gluon.constexpr_function
@@ -81,23 +80,35 @@ class Consumer:
             self.values.wait(step)
             self.values.release(step)
             if self.terms.MASK_TILES:
-                self.masks.wait(step * self.work.CONSUMERS + self.INDEX)
-                self.masks.release(step * self.work.CONSUMERS + self.INDEX)
+                self.masks.wait(self.mask_slot(step))
+                self.masks.release(self.mask_slot(step))
             step += 1
         return step
+
+    @gluon.jit
+    def mask_slot(self, step):
+        return step * self.work.CONSUMERS + self.INDEX
 
     @gluon.jit
     def loaded_mask(self, step, mask_tile):
         """The tile of the mask that came by TMA; `mask_tile` where none does."""
         TILE: gl.constexpr = self.work.TILE
         if self.terms.MASK_TILES:
-            slot = step * self.work.CONSUMERS + self.INDEX
+            slot = self.mask_slot(step)
             self.masks.wait(slot)
             tile = self.masks.tile(slot, [ROWS, TILE]).load(product_layout(TILE))
-            self.masks.release(slot)
         else:
             tile = mask_tile
         return tile
+
+    @gluon.jit
+    def release_scores(self, step):
+        """Give back the tiles that the scores were made of."""
+        if self.terms.MASK_TILES:
+            # TMA must not overwrite what a warp has asked for and not got yet.
+            fence_async_shared()
+            self.masks.release(self.mask_slot(step))
+        self.keys.release(step)
 
 
 @aggregate
@@ -191,8 +202,8 @@ def _softmax(consumer, rows, products, mask_tile, tile, top, total):
     total = total * fade + gl.sum(weights, axis=1)
     if terms.DROPOUT:
         plane = rows.batch * work.heads + rows.head
-        kept = terms.kept_by_row(weights, plane, rows.first, tile * work.TILE)
-        weights = gl.where(kept, weights, 0.0)
+        bits = terms.bits_by_row(weights, plane, rows.first, tile * work.TILE)
+        weights = terms.kept(weights, bits)
     return weights, new_top, total, fade
 
 
@@ -216,7 +227,7 @@ def _plain_tile(consumer, rows, step, state, tile):
     products = multiply(query, keys.tile(step, [TILE, D]))
     mask_tile = consumer.loaded_mask(step, mask_tile)
     products = warpgroup_mma_wait(0, deps=[products])
-    keys.release(step)
+    consumer.release_scores(step)
     weights, top, total, fade = _softmax(consumer, rows, products, mask_tile, tile, top, total)
     sums = _faded(sums, fade)
     left = operand(weights.to(query.dtype), D)
@@ -245,7 +256,7 @@ def _pipelined_tile(consumer, rows, step, state, tile):
     consumer.pass_turn()
     mask_tile = consumer.loaded_mask(step + 1, mask_tile)
     products = warpgroup_mma_wait(1, deps=[products])
-    keys.release(step + 1)
+    consumer.release_scores(step + 1)
     weights, top, total, fade = _softmax(consumer, rows, products, mask_tile, tile, top, total)
     sums, left = warpgroup_mma_wait(0, deps=[sums, left])
     values.release(step)
@@ -272,7 +283,7 @@ def _attend(consumer, rows, step, begin, end):
         consumer.pass_turn()
         mask_tile = consumer.loaded_mask(step, mask_tile)
         products = warpgroup_mma_wait(0, deps=[products])
-        keys.release(step)
+        consumer.release_scores(step)
         weights, top, total, _ = _softmax(consumer, rows, products, mask_tile, end - 1, top, total)
         state = sums, top, total, operand(weights.to(query.dtype), D)
         for index in range(1, end - begin):
@@ -373,9 +384,10 @@ def forward_kernel(
     work = Work(
         rows, key_count, heads, group, planes, cohort, low, high, CONSUMERS, TILE, LOW, HIGH, TAIL
     )
+    philox_0, philox_1 = philox_key(seed, DROPOUT)
     terms = Terms(
         factor, cap, lse if MASK_TILES else mask, mask_batch, mask_head, mask_row,
-        seed, threshold, keep_scale,
+        philox_0, philox_1, threshold, keep_scale,
         SOFTCAP, MASK, MASK_KEYS, MASK_TILES, DROPOUT,
     )  # fmt: skip
     queries = make_ring(
@@ -389,7 +401,8 @@ def forward_kernel(
     )
     masks = keys
     if MASK_TILES:
-        SLOTS: gl.constexpr = _MASK_STAGES[D] * CONSUMERS
+        # As many stages as shared memory has room for.
+        SLOTS: gl.constexpr = CONSUMERS if D * TILE > 64 * 128 else 2 * CONSUMERS
         masks = make_ring(
             gl.allocate_shared_memory(DTYPE, [SLOTS, 1, 1, ROWS, TILE], mask.layout), SLOTS, 1
         )

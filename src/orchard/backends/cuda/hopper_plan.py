@@ -51,8 +51,7 @@ class BackwardConfig(NamedTuple):
     registers: int
 
 
-# Chosen on an H200. 240 registers hold a 64x128 output beside 64x128 scores without a spill; Philox
-# and a tile of a mask leave no room for a pipeline.
+# Chosen on an H200. 240 registers hold a 64x128 output beside 64x128 scores without a spill.
 _FORWARD = ForwardConfig(2, 128, 2, 240, True)
 # With D 64 and tiles enough three consumers hide each other's softmax better than two.
 _THREE = ForwardConfig(3, 128, 2, 160, False)
@@ -312,11 +311,13 @@ def specialise_forward(
 
 def _forward_config(problem: Problem, processors: int) -> ForwardConfig:
     tile, terms = _head_tile(problem), _terms(problem)
-    many_tiles = _row_tiles(problem, _THREE) >= _DYNAMIC_TURNS * processors
-    if tile == 64 and terms.mask == "none" and many_tiles:
+    plain = terms.mask == "none" and not terms.dropout
+    if tile == 64 and plain and _row_tiles(problem, _THREE) >= _DYNAMIC_TURNS * processors:
         return _THREE
-    roomy = terms.mask == "none" or _mask_geometry(problem) is not None
-    return _FORWARD._replace(pipelined=roomy and not terms.dropout)
+    # A pipeline has no room for tiles of masks that are loaded one by one, and with D 128 gains
+    # nothing where there is that much to do beside the products.
+    loaded = terms.mask != "none" and _mask_geometry(problem) is None
+    return _FORWARD._replace(pipelined=plain or (tile == 64 and not loaded))
 
 
 def _row_tiles(problem: Problem, config: ForwardConfig) -> int:
@@ -404,6 +405,7 @@ class BackwardPlan(NamedTuple):
             lse if sums is None else sums, Geometry(self.sums.shape, self.sums.strides)
         )
         of_mask = self.mask if special.mask_tiles else None
+        scale = self.scale * self.terms.dropout[1]
         kernels.keys(
             self.programs[1],
             self.device,
@@ -411,14 +413,14 @@ class BackwardPlan(NamedTuple):
             *(Descriptor(lse, rows), Descriptor(delta, rows), by_key, by_value, by_sums),
             *(spare.data_ptr(), self.statistic.shape[1]),
             *(*self.sizes, *self.key_order, *self.band),
-            *(*self.terms.arguments(tensors, lse.data_ptr(), of_mask), self.scale),
+            *(*self.terms.arguments(tensors, lse.data_ptr(), of_mask), scale),
         )
         if sums is not None:
             kernels.last(
                 self.programs[2],
                 self.device,
                 *(sums.data_ptr(), grad_query.data_ptr()),
-                *(self.sizes[0], self.sizes[2], self.dims[0], self.scale),
+                *(self.sizes[0], self.sizes[2], self.dims[0], scale),
                 *by_query.strides[:3],
             )
         else:
@@ -508,7 +510,7 @@ def plan_backward(
         dense((planes, padded)),
         dense((planes, problem.query_length, problem.head_dim)),
         _sizes(problem),
-        (key_planes, 1 if problem.options.band is None else min(_KEY_COHORT, key_planes)),
+        (key_planes, _key_cohort(problem, special)),
         (planes, 1 if problem.options.band is None else planes),
         _band(problem),
         (problem.head_dim, problem.value_dim),
@@ -583,13 +585,21 @@ def _cohort(problem: Problem, special: ForwardSpecialisation) -> int:
     """Planes worked on side by side. Under a band, where tiles differ in length and the longest are
     to come first: all where tiles are dealt out, else as many as the cache holds the keys of."""
     planes = problem.batch * problem.heads
-    if problem.options.band is None:
+    if problem.options.band is None and not special.mask_tiles:
         return 1
     if not special.dynamic:
         return planes
     group = problem.heads // problem.kv_heads
     plane_bytes = 2 * problem.key_length * special.head_tile * problem.dtype.itemsize
     return max(1, min(planes, group * _CACHE_SHARE // plane_bytes))
+
+
+def _key_cohort(problem: Problem, special: BackwardSpecialisation) -> int:
+    """Planes whose blocks of keys are worked on side by side: those that share a mask, else few."""
+    if special.mask_tiles:
+        return problem.kv_heads
+    few = 1 if problem.options.band is None else _KEY_COHORT
+    return min(few, problem.batch * problem.kv_heads)
 
 
 def _band(problem: Problem) -> tuple[int, int]:

@@ -62,6 +62,15 @@ _OCTET += _test(16) + _swap("a", "c", 16) + _swap("b", "d", 16)
 _BY_ROW = gl.constexpr("{" + _DECLARE + 10 * _ROUND + _QUAD + _RESULT + "}")
 _BY_KEY = gl.constexpr("{" + _DECLARE + 10 * _ROUND + _OCTET + _RESULT + "}")
 _OPERANDS = gl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
+# Compared and selected in one piece: apart, LLVM selects rounded halves, with moves around them.
+_KEEP = gl.constexpr("""{ .reg .pred kept; setp.ge.u32 kept, $2, $3;
+selp.f32 $0, $1, 0f00000000, kept; }""")
+_SIGN = gl.constexpr("""{ .reg .pred kept; .reg .f32 negative; setp.ge.u32 kept, $2, $3;
+neg.f32 negative, $1; selp.f32 $0, $1, negative, kept; }""")
+# Triton's abs is an instruction of its own, this one a part of the product.
+_LESS = gl.constexpr("""{ .reg .f32 kept, all; max.NaN.f32 kept, $1, 0f00000000;
+abs.f32 all, $1; mul.f32 all, all, $3; neg.f32 all, all; fma.rn.f32 $0, kept, $2, all; }""")
+_POSITIVE = gl.constexpr("max.NaN.f32 $0, $1, 0f00000000;")
 _WORDS = gl.constexpr((gl.uint32, gl.uint32, gl.uint32, gl.uint32))
 
 
@@ -104,7 +113,8 @@ class Terms:
     mask_batch: gl.tensor  # strides, in elements
     mask_head: gl.tensor
     mask_row: gl.tensor
-    seed: gl.tensor
+    philox_0: gl.tensor  # the key of the dropout bits
+    philox_1: gl.tensor
     threshold: gl.tensor  # in the upper half of a word
     keep_scale: gl.tensor
     SOFTCAP: gl.constexpr
@@ -115,7 +125,8 @@ class Terms:
 
     @gluon.constexpr_function
     def __init__(
-        self, factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale,
+        self, factor, cap, mask, mask_batch, mask_head, mask_row,
+        philox_0, philox_1, threshold, keep_scale,
         SOFTCAP, MASK, MASK_KEYS, MASK_TILES, DROPOUT,
     ):  # fmt: skip
         self.factor = factor
@@ -124,7 +135,8 @@ class Terms:
         self.mask_batch = mask_batch
         self.mask_head = mask_head
         self.mask_row = mask_row
-        self.seed = seed
+        self.philox_0 = philox_0
+        self.philox_1 = philox_1
         self.threshold = threshold
         self.keep_scale = keep_scale
         self.SOFTCAP = gl.constexpr(SOFTCAP)
@@ -243,8 +255,8 @@ class Terms:
         return result
 
     @gluon.jit
-    def kept_by_row(self, like, plane, first_row, first_key):
-        """Which of [64 rows, keys] survive dropout, in the layout of `like`."""
+    def bits_by_row(self, like, plane, first_row, first_key):
+        """Of [64 rows, keys], in the layout of `like`: words whose upper half dropout looks at."""
         KEYS: gl.constexpr = like.shape[1]
         CALLS: gl.constexpr = _row_calls(KEYS)
         row = first_row + axis_index(0, 3, 64, CALLS)
@@ -253,17 +265,17 @@ class Terms:
         words = gl.inline_asm_elementwise(
             _BY_ROW,
             _OPERANDS,
-            [group, row, plane, gl.load(self.seed), gl.load(self.seed + 1)],
+            [group, row, plane, self.philox_0, self.philox_1],
             dtype=_WORDS,
             is_pure=True,
             pack=1,
         )
         words = gl.permute(gl.reshape(_joined(words), [64, KEYS // 32, 4, 4]), (0, 1, 3, 2))
-        return self._kept(gl.reshape(gl.join(words << 16, words), [64, KEYS]), like)
+        return _laid_out(gl.reshape(gl.join(words << 16, words), [64, KEYS]), like)
 
     @gluon.jit
-    def kept_by_key(self, like, plane, first_key, first_row):
-        """Which of [64 keys, 64 rows] survive dropout, in the layout of `like`."""
+    def bits_by_key(self, like, plane, first_key, first_row):
+        """The same of [64 keys, 64 rows]."""
         CALLS: gl.constexpr = _key_calls()
         group = first_key // 8 + axis_index(0, 5, 8, CALLS)
         row = first_row + axis_index(1, 5, 2, CALLS) * 32 + axis_index(2, 5, 4, CALLS) * 8
@@ -271,16 +283,65 @@ class Terms:
         words = gl.inline_asm_elementwise(
             _BY_KEY,
             _OPERANDS,
-            [group, row, plane, gl.load(self.seed), gl.load(self.seed + 1)],
+            [group, row, plane, self.philox_0, self.philox_1],
             dtype=_WORDS,
             is_pure=True,
             pack=1,
         )
         words = gl.reshape(_joined(words), [8, 2, 4, 4, 2, 4])
         halves = gl.permute(gl.join(words << 16, words), (0, 2, 4, 1, 5, 3, 6))
-        return self._kept(gl.reshape(halves, [64, 64]), like)
+        return _laid_out(gl.reshape(halves, [64, 64]), like)
 
     @gluon.jit
-    def _kept(self, halves, like):
-        bits = gl.convert_layout(halves, like.type.layout, assert_trivial=True)
-        return bits >= self.threshold.to(gl.uint32)
+    def kept(self, weights, bits):
+        """`weights`, but 0 where dropped."""
+        return _by_bits(_KEEP, weights, bits, self.threshold)
+
+    @gluon.jit
+    def signed(self, weights, bits):
+        """`weights`, but negative where dropped."""
+        return _by_bits(_SIGN, weights, bits, self.threshold)
+
+
+@gluon.jit
+def _laid_out(bits, like):
+    return gl.convert_layout(bits, like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _by_bits(ASSEMBLY: gl.constexpr, weights, bits, threshold):
+    return gl.inline_asm_elementwise(
+        ASSEMBLY,
+        "=f,f,r,r",
+        [weights, bits, threshold],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def positive(values):
+    """`values`, but 0 where they are negative; NaN stays."""
+    return gl.inline_asm_elementwise(
+        _POSITIVE, "=f,f", [values], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def kept_less_all(signed, factor, delta):
+    """What is kept of `signed`, times `factor`, less all of it times `delta`."""
+    return gl.inline_asm_elementwise(
+        _LESS, "=f,f,f,f", [signed, factor, delta], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def philox_key(seed, DROPOUT: gl.constexpr):
+    """The two words of the seed, where there is one."""
+    first = gl.to_tensor(0)
+    second = gl.to_tensor(0)
+    if DROPOUT:
+        first = gl.load(seed)
+        second = gl.load(seed + 1)
+    return first, second
