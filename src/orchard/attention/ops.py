@@ -13,6 +13,7 @@ from torch import Tensor, library
 
 from orchard.attention.leaving import inside
 from orchard.attention.memory import conform, empty_following, empty_lse
+from orchard.attention.observers import is_observed
 from orchard.attention.operands import check_operands, check_results, checked_seed
 from orchard.attention.problem import (
     Gradients,
@@ -72,21 +73,27 @@ class Settings(NamedTuple):
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
+    check_operands(query, key, value, mask)
+    return_lse, grad, _ = rest[7:]
+    with inside:
+        out, lse = _serve_forward(query, key, value, mask, seed, *rest)
+        return out, lse if return_lse or grad else _no_lse(query)
+
+
+def _serve_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """The kernel of the forward operator for operands that go together."""
     settings = Settings(*rest[:7])
     return_lse, grad, mask_grad = rest[7:]
-    check_operands(query, key, value, mask)
     options = settings.options(query, key)
     seed = checked_seed(seed, query.device) if options.threshold else None
     tensors = Tensors(query, key, value, mask, seed)
     problem = describe(tensors, options, lse=return_lse, grad=grad, mask_grad=mask_grad)
-    with inside:
-        saved = planner().run(
-            problem,
-            settings.backend,
-            lambda server, kernel: server.forward(problem, kernel, tensors),
-        )
-    lse = saved.lse if return_lse or grad else _no_lse(query)
-    return conform(saved.out, query), lse.contiguous()
+    saved = planner().run(
+        problem, settings.backend, lambda server, kernel: server.forward(problem, kernel, tensors)
+    )
+    return conform(saved.out, query), saved.lse.contiguous()
 
 
 def _forward_fake(
@@ -166,6 +173,22 @@ def _backward_fake(
     )
 
 
+def _forward_kernel(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Below autograd: the operator where somebody sees it, else what it comes to, for speed."""
+    if not is_observed(args[:5]):
+        return _serve_forward(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward_op(*args)  # type: ignore[no-any-return]
+
+
+def _backward_kernel(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Likewise."""
+    if not is_observed(args[:9]):
+        return _backward(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward_op(*args)  # type: ignore[no-any-return]
+
+
 def _needs_graph(args: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(
         isinstance(arg, Tensor) and arg.requires_grad for arg in args
@@ -179,8 +202,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return _forward_op(*args)  # type: ignore[no-any-return]
+        return _forward_kernel(args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -222,8 +244,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return _backward_op(*args)  # type: ignore[no-any-return]
+        return _backward_kernel(args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -265,15 +286,13 @@ def _forward_below(args: tuple[Any, ...], grad: bool) -> tuple[Tensor, Tensor]:
         transformed = torch._C._are_functorch_transforms_active()
         function = _Attention if transformed else _EagerAttention
         return function.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op(*args)  # type: ignore[no-any-return]
+    return _forward_kernel(args)
 
 
 def _backward_below(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if _needs_graph(args[:6]):
         return _AttentionBackward.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        return _backward_op(*args)  # type: ignore[no-any-return]
+    return _backward_kernel(args)
 
 
 def forward_op(*args: Any, grad: bool) -> tuple[Tensor, Tensor]:
@@ -293,6 +312,7 @@ def backward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _forward_autograd(*args: Any) -> tuple[Tensor, Tensor]:
+    check_operands(*args[:4])
     return _forward_below(args, _needs_graph(args[:4]))
 
 
