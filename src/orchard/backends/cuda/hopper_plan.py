@@ -6,7 +6,7 @@ Nothing here imports Triton: the kernels are imported when a first problem is pl
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from orchard.attention.dropout import keep_scale
 from orchard.attention.memory import Place, dense, following
 from orchard.attention.problem import Gradients, MaskSpec, Problem, Saved, Tensors, Upstream
 from orchard.dispatch.backend import Reason
+from orchard.dispatch.known import Known
 
 if TYPE_CHECKING:
     from orchard.backends.cuda.hopper_source import Kernel
@@ -152,16 +153,26 @@ class Geometry(NamedTuple):
         pairs = zip(shape[:-1], strides[:-1], strict=True)
         return cls(tuple(shape), (*(row if size == 1 else step for size, step in pairs), 1))
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Strides of all axes but the last."""
+        return self.strides[:-1]
 
-class Descriptor:
-    """A tensor with its geometry: the part of Triton's TensorDescriptor that a launch reads."""
 
-    __slots__ = ("base", "padding", "shape", "strides")
+# Arguments of a launch for a tensor that TMA walks, by the tensor's address.
+Described = Mapping[int, tuple[Any, ...]]
 
-    def __init__(self, base: Tensor, geometry: Geometry) -> None:
-        self.base = base
-        self.shape, self.strides = geometry
-        self.padding = "zero"
+
+def _describe(kernel: Kernel, geometries: Iterable[Geometry]) -> tuple[Described, ...]:
+    """What each descriptor of a kernel is launched with; they are its first arguments."""
+    return tuple(kernel.describe(place, each) for place, each in enumerate(geometries))
+
+
+def _descriptors(places: Sequence[Described], tensors: Sequence[Tensor]) -> list[Any]:
+    arguments: list[Any] = []
+    for place, tensor in zip(places, tensors, strict=True):
+        arguments += place[tensor.data_ptr()]
+    return arguments
 
 
 class ScoreTerms(NamedTuple):
@@ -216,7 +227,7 @@ class ForwardPlan(NamedTuple):
     kernel: Kernel
     programs: int
     device: int
-    geometries: tuple[Geometry, Geometry, Geometry, Geometry]  # of query, key, value and out
+    described: tuple[Described, ...]  # of query, key, value and out
     out: Place
     lse: Place
     work: tuple[int, ...]
@@ -230,14 +241,14 @@ class ForwardPlan(NamedTuple):
         out, lse = self.out.allocate(device), self.lse.allocate(device)
         address = lse.data_ptr()
         counter = torch.zeros(1, dtype=torch.int32, device=device) if self.special.dynamic else lse
-        of_query, of_key, of_value, of_out = self.geometries
+        of_query, of_key, of_value, of_out = self.described
         kernel(
             self.programs,
             self.device,
-            Descriptor(query, of_query),
-            Descriptor(key, of_key),
-            Descriptor(value, of_value),
-            Descriptor(out, of_out),
+            *of_query[query.data_ptr()],
+            *of_key[key.data_ptr()],
+            *of_value[value.data_ptr()],
+            *of_out[out.data_ptr()],
             address,
             counter.data_ptr(),
             *self.work,
@@ -281,13 +292,15 @@ def plan_forward(
 ) -> ForwardPlan:
     """`config` is given where configurations are compared."""
     special = specialise_forward(problem, processors, config)
+    kernel = _forward_kernel(special, problem.device)
     planes, shape = problem.batch * problem.heads, _out_shape(problem)
+    geometries = *_operand_geometries(problem), Geometry.of(shape, problem.out_strides)
     return ForwardPlan(
         special,
-        _forward_kernel(special, problem.device),
+        kernel,
         min(_row_tiles(problem, special.config), processors),
         _index(problem.device),
-        (*_operand_geometries(problem), Geometry.of(shape, problem.out_strides)),
+        _describe(kernel, geometries),
         Place(shape, problem.out_strides, problem.dtype),
         dense(shape[:3]),
         (*_sizes(problem), planes, _cohort(problem, special), *_band(problem)),
@@ -308,7 +321,11 @@ class BackwardPlan(NamedTuple):
     kernels: _Kernels
     programs: tuple[int, int, int]  # of the kernels
     device: int
-    geometries: tuple[Geometry, Geometry, Geometry, Geometry]  # of query, key, value and grad_out
+    keys: tuple[Described, ...]  # of the kernel of keys, and of that of dQ
+    rows: tuple[Described, ...]
+    out_steps: Mapping[tuple[int, ...], tuple[int, ...]]  # from its strides
+    grad_out_steps: tuple[int, ...]  # strides of the outer axes
+    grad_query_steps: tuple[int, ...]
     places: tuple[Place, Place, Place]  # of the gradients of query, key and value
     statistic: Place
     sums: Place
@@ -330,20 +347,12 @@ class BackwardPlan(NamedTuple):
             terms = self.special.terms.narrow
             kernels = _backward_kernels(self.special._replace(terms=terms), device)
         self._run_statistics(tensors, saved, upstream, (lse, delta, sums))
-        operands = (*tensors[:3], upstream.out)
-        described = tuple(map(Descriptor, operands, self.geometries))
-        by_query, by_key, by_value = (
-            Descriptor(tensor, Geometry.of(place.shape, place.strides))
-            for tensor, place in zip((grad_query, grad_key, grad_value), self.places, strict=True)
-        )
-        rows = Geometry(self.statistic.shape, self.statistic.strides)
-        by_sums = Descriptor(sums, Geometry(self.sums.shape, self.sums.strides))
+        given = (*tensors[:3], upstream.out)
         numbers = self.terms.arguments(tensors, lse.data_ptr())
         kernels.keys(
             self.programs[1],
             self.device,
-            *described,
-            *(Descriptor(lse, rows), Descriptor(delta, rows), by_key, by_value, by_sums),
+            *_descriptors(self.keys, (*given, lse, delta, grad_key, grad_value, sums)),
             *(*self.sizes, *self.key_order, *self.band, *numbers, self.scale),
         )
         if self.special.fused:
@@ -352,13 +361,13 @@ class BackwardPlan(NamedTuple):
                 self.device,
                 *(sums.data_ptr(), grad_query.data_ptr()),
                 *(self.sizes[0], self.sizes[2], self.dims[0], self.scale),
-                *by_query.strides[:3],
+                *self.grad_query_steps,
             )
         else:
             kernels.last(
                 self.programs[2],
                 self.device,
-                *(*described, by_query),
+                *_descriptors(self.rows, (*given, grad_query)),
                 *(lse.data_ptr(), delta.data_ptr()),
                 *(*self.sizes, *self.row_order, *self.band, *numbers),
                 *(self.statistic.shape[1], self.scale),
@@ -376,8 +385,8 @@ class BackwardPlan(NamedTuple):
             self.device,
             *(tensor.data_ptr() for tensor in (*sources, *results)),
             *(self.sizes[0], self.statistic.shape[1], self.sizes[2], *self.dims),
-            *Geometry.of(out.shape, out.stride()).strides[:3],
-            *self.geometries[3].strides[:3],
+            *self.out_steps[out.stride()],
+            *self.grad_out_steps,
             *saved.lse.stride(),
             *grad_lse.stride(),
         )
@@ -411,23 +420,34 @@ def plan_backward(
     programs = planes * -(-problem.query_length // PLAIN_ROWS)
     if not special.fused:
         programs = min(planes * padded // _PADDING, processors)
+    kernels, shape = _backward_kernels(special, problem.device), _out_shape(problem)
     query, key, value = (
         following(shape, strides, problem.dtype) for shape, strides in problem.operands.values()
     )
-    grad_out = Geometry.of(_out_shape(problem), problem.grad_strides or ())
+    statistic = dense((planes, padded))
+    sums = dense((planes, problem.query_length, problem.head_dim))
+    by_query, by_key, by_value = (Geometry.of(*place[:2]) for place in (query, key, value))
+    grad_out = Geometry.of(shape, problem.grad_strides or ())
+    given = *_operand_geometries(problem), grad_out
+    rows = Geometry(*statistic[:2])
+    keys = *given, rows, rows, by_key, by_value, Geometry(*sums[:2])
     return BackwardPlan(
         special,
-        _backward_kernels(special, problem.device),
+        kernels,
         (
             planes * (padded // PLAIN_ROWS),
             key_planes * -(-problem.key_length // KEY_BLOCK),
             programs,
         ),
         _index(problem.device),
-        (*_operand_geometries(problem), grad_out),
+        _describe(kernels.keys, keys),
+        () if special.fused else _describe(kernels.last, (*given, by_query)),
+        Known(lambda strides: Geometry.of(shape, strides).steps),
+        grad_out.steps,
+        by_query.steps,
         (query, key, value),
-        dense((planes, padded)),
-        dense((planes, problem.query_length, problem.head_dim)),
+        statistic,
+        sums,
         _sizes(problem),
         (key_planes, 1 if problem.options.band is None else min(_KEY_COHORT, key_planes)),
         (planes, 1 if problem.options.band is None else planes),
