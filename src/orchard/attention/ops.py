@@ -70,25 +70,29 @@ class Settings(NamedTuple):
         return Options(scale, self.softcap, band, threshold)
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    check_operands(query, key, value, mask)
-    return_lse, grad, _ = rest[7:]
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    tensors, settings, flags = _parts(args)
+    check_operands(*tensors[:4])
+    return_lse, grad, _ = flags
     with inside:
-        out, lse = _serve_forward(query, key, value, mask, seed, *rest)
-        return out, lse if return_lse or grad else _no_lse(query)
+        out, lse = _serve_forward(tensors, settings, *flags)
+        return out, lse if return_lse or grad else _no_lse(out)
+
+
+def _parts(args: tuple[Any, ...]) -> tuple[Tensors, Settings, tuple[bool, ...]]:
+    """Arguments of the forward operator, by what they are."""
+    return Tensors(*args[:5]), Settings(*args[5:12]), args[12:]
 
 
 def _serve_forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: Any
+    tensors: Tensors, settings: Settings, return_lse: bool, grad: bool, mask_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """The kernel of the forward operator for operands that go together."""
-    settings = Settings(*rest[:7])
-    return_lse, grad, mask_grad = rest[7:]
-    options = settings.options(query, key)
-    seed = checked_seed(seed, query.device) if options.threshold else None
-    tensors = Tensors(query, key, value, mask, seed)
+    """The forward of operands that go together; an lse that nobody wants may be anything."""
+    query = tensors.query
+    options = settings.options(query, tensors.key)
+    if options.threshold or tensors.seed is not None:
+        seed = checked_seed(tensors.seed, query.device) if options.threshold else None
+        tensors = tensors._replace(seed=seed)
     problem = describe(tensors, options, lse=return_lse, grad=grad, mask_grad=mask_grad)
     saved = planner().run(
         problem, settings.backend, lambda server, kernel: server.forward(problem, kernel, tensors)
@@ -173,12 +177,12 @@ def _backward_fake(
     )
 
 
-def _forward_kernel(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def _forward_kernel(tensors: Tensors, settings: Settings, *flags: bool) -> tuple[Tensor, Tensor]:
     """Below autograd: the operator where somebody sees it, else what it comes to, for speed."""
-    if not is_observed(args[:5]):
-        return _serve_forward(*args)
+    if not is_observed(tensors):
+        return _serve_forward(tensors, settings, *flags)
     with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op(*args)  # type: ignore[no-any-return]
+        return _forward_op(*tensors, *settings, *flags)  # type: ignore[no-any-return]
 
 
 def _backward_kernel(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -202,7 +206,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return _forward_kernel(args)
+        tensors, settings, flags = _parts(args)
+        return _forward_kernel(tensors, settings, *flags)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -280,13 +285,11 @@ class _AttentionBackward(torch.autograd.Function):
         return (*by_upstream, *by_tensors, *(None,) * 11)
 
 
-def _forward_below(args: tuple[Any, ...], grad: bool) -> tuple[Tensor, Tensor]:
-    """The forward operator below autograd, on a graph if gradients are wanted."""
-    if grad:
-        transformed = torch._C._are_functorch_transforms_active()
-        function = _Attention if transformed else _EagerAttention
-        return function.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
-    return _forward_kernel(args)
+def _forward_graph(*args: Any) -> tuple[Tensor, Tensor]:
+    """The forward operator below autograd, on a graph."""
+    transformed = torch._C._are_functorch_transforms_active()
+    function = _Attention if transformed else _EagerAttention
+    return function.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _backward_below(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -295,12 +298,16 @@ def _backward_below(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _backward_kernel(args)
 
 
-def forward_op(*args: Any, grad: bool) -> tuple[Tensor, Tensor]:
+def forward_op(
+    tensors: Tensors, settings: Settings, *, return_lse: bool, grad: bool, mask_grad: bool
+) -> tuple[Tensor, Tensor]:
     """The forward operator. Eager calls skip the dispatcher's autograd layer, for speed."""
     if torch.compiler.is_compiling():
-        return _forward_op(*args)  # type: ignore[no-any-return]
+        return _forward_op(*tensors, *settings, return_lse, grad, mask_grad)  # type: ignore[no-any-return]
     with inside:
-        return _forward_below(args, grad)
+        if grad:
+            return _forward_graph(*tensors, *settings, return_lse, grad, mask_grad)
+        return _forward_kernel(tensors, settings, return_lse, grad, mask_grad)
 
 
 def backward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -313,7 +320,10 @@ def backward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _forward_autograd(*args: Any) -> tuple[Tensor, Tensor]:
     check_operands(*args[:4])
-    return _forward_below(args, _needs_graph(args[:4]))
+    if _needs_graph(args[:4]):
+        return _forward_graph(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward_op(*args)  # type: ignore[no-any-return]
 
 
 _library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
