@@ -177,12 +177,14 @@ def _backward_fake(
     )
 
 
-def _forward_kernel(tensors: Tensors, settings: Settings, *flags: bool) -> tuple[Tensor, Tensor]:
+def _forward_kernel(
+    tensors: Tensors, settings: Settings, return_lse: bool, grad: bool, mask_grad: bool
+) -> tuple[Tensor, Tensor]:
     """Below autograd: the operator where somebody sees it, else what it comes to, for speed."""
     if not is_observed(tensors):
-        return _serve_forward(tensors, settings, *flags)
+        return _serve_forward(tensors, settings, return_lse, grad, mask_grad)
     with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op(*tensors, *settings, *flags)  # type: ignore[no-any-return]
+        return _forward_op(*tensors, *settings, return_lse, grad, mask_grad)  # type: ignore[no-any-return]
 
 
 def _backward_kernel(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -31,6 +31,7 @@ from orchard.backends.cuda.hopper_plan import (
     Geometry,
     TermsSpecialisation,
 )
+from orchard.backends.cuda.runtime import KernelError
 from orchard.dispatch.known import Known
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "i8"}
@@ -100,10 +101,19 @@ class Kernel:
         with _compiling:
             compiled = source.compile()
             compiled[1, 1, 1]  # loads it
+            launcher = flat_launcher(source.types, compiled.metadata)
             self._function = compiled.function
-            self._metadata = compiled.packed_metadata
-            self._tiles = compiled.metadata.tensordesc_meta
-            self._launch = flat_launcher(source.types, compiled.metadata)
+        metadata = compiled.metadata
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
+            raise KernelError(f"{metadata.name} wants scratch memory, which it is not given")
+        self._tiles = metadata.tensordesc_meta
+        self._launch = launcher.launch
+        self._launched_as = (
+            *(launcher.launch_cooperative_grid, launcher.launch_pdl),
+            *(None, None),  # scratch memory
+            compiled.packed_metadata,
+            *(None, None, None),  # launch metadata and hooks, for profilers of Triton
+        )
         self._stream = triton.runtime.driver.active.get_current_stream
 
     def describe(self, place: int, geometry: Geometry) -> Described:
@@ -116,11 +126,8 @@ class Kernel:
 
     def __call__(self, programs: int, device: int, *arguments: object) -> None:
         """Enqueue on the current stream; the arguments are those of `Source.types`, in order."""
-        self._launch(
-            *(programs, 1, 1, self._stream(device), self._function, self._metadata),
-            *(None, None, None),  # launch metadata and hooks, for profilers of Triton
-            *arguments,
-        )
+        stream = self._stream(device)
+        self._launch(programs, 1, 1, stream, self._function, *self._launched_as, *arguments)
 
 
 def flat_launcher(types: Mapping[str, str], metadata: Any) -> Any:
