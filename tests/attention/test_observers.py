@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import orchard
 from orchard.attention.observers import is_observed
+from orchard.attention.ops import Settings, backward_op
 
 FORWARD, BACKWARD = "orchard::attention_forward", "orchard::attention_backward"
 
@@ -202,3 +203,16 @@ def test_without_anybody_to_see_it_no_operator_is_called(monkeypatch: pytest.Mon
     train(operands(grad=True))
     with torch.inference_mode():
         orchard.attention(*operands())
+
+
+@pytest.mark.grad
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_gradients_of_results_on_a_graph_are_on_none(backend: str) -> None:
+    """As below the operator: where grad mode is on, only what the caller wraps it in records."""
+    query, key, value = operands()
+    settings = Settings(None, 0.0, 0.0, -1, -1, False, backend)
+    out, lse = orchard.attention(query, key, value, return_lse=True)
+    on_graph = out.requires_grad_(), lse.requires_grad_()
+    given = (torch.ones_like(out), None, query, key, value, None, None)
+    grads = backward_op(*given, *on_graph, *settings, False)
+    assert not any(grad.requires_grad for grad in grads)

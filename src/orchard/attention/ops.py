@@ -6,6 +6,7 @@ compiled graph holds one node per call and decides again for every shape it meet
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -188,10 +189,10 @@ def _forward_kernel(
 
 
 def _backward_kernel(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Likewise."""
-    if not is_observed(args[:9]):
-        return _backward(*args)
+    """Likewise; out and lse may be on a graph, which gradients are no part of."""
     with torch._C._AutoDispatchBelowAutograd():
+        if not is_observed(args[:9]):
+            return _backward(*args)
         return _backward_op(*args)  # type: ignore[no-any-return]
 
 
@@ -213,23 +214,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:5], *output)
-        ctx.options = inputs[5:12]
+        _keep(ctx, inputs[:5], inputs[5:12], output)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        query, key, value, mask, seed, out, lse = ctx.saved_tensors
-        none = (None,) * 12
-        if grad_out is None:
-            if grad_lse is None:
-                return (None, None, None, *none)
-            grad_out = out.new_zeros(()).expand(out.shape)
-        mask_grad = ctx.needs_input_grad[3]
-        grads = backward_op(
-            grad_out, grad_lse, query, key, value, mask, seed, out, lse, *ctx.options, mask_grad
-        )
-        return (*grads[:3], grads[3] if mask_grad else None, *none[1:])
+        return (*_gradients(ctx, grad_out, grad_lse), *(None,) * 11)
 
 
 class _EagerAttention(torch.autograd.Function):
@@ -237,11 +226,37 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        output = _Attention.forward(*args)
-        _Attention.setup_context(ctx, args, output)
+        tensors, settings, flags = Tensors(*args[:5]), args[5], args[6]
+        output = _forward_kernel(tensors, settings, *flags)
+        _keep(ctx, tensors, settings, output)
         return output
 
-    backward = _Attention.backward
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        return (*_gradients(ctx, grad_out, grad_lse), None, None, None)
+
+
+def _keep(
+    ctx: Any, tensors: Sequence[Any], settings: Sequence[Any], output: tuple[Tensor, Tensor]
+) -> None:
+    """What `_gradients` needs of a call."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+    ctx.settings = settings
+
+
+def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    """Of query, key, value and mask; None for what needs none."""
+    query, key, value, mask, seed, out, lse = ctx.saved_tensors
+    if grad_out is None:
+        if grad_lse is None:
+            return (None, None, None, None)
+        grad_out = out.new_zeros(()).expand(out.shape)
+    mask_grad = ctx.needs_input_grad[3]
+    *grads, by_mask = backward_op(
+        grad_out, grad_lse, query, key, value, mask, seed, out, lse, *ctx.settings, mask_grad
+    )
+    return (*grads, by_mask if mask_grad else None)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -287,11 +302,13 @@ class _AttentionBackward(torch.autograd.Function):
         return (*by_upstream, *by_tensors, *(None,) * 11)
 
 
-def _forward_graph(*args: Any) -> tuple[Tensor, Tensor]:
+def _forward_graph(
+    tensors: Tensors, settings: Settings, flags: tuple[bool, ...]
+) -> tuple[Tensor, Tensor]:
     """The forward operator below autograd, on a graph."""
-    transformed = torch._C._are_functorch_transforms_active()
-    function = _Attention if transformed else _EagerAttention
-    return function.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
+    if torch._C._are_functorch_transforms_active():
+        return _Attention.apply(*tensors, *settings, *flags)  # type: ignore[no-any-return, no-untyped-call]
+    return _EagerAttention.apply(*tensors, settings, flags)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _backward_below(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -308,7 +325,7 @@ def forward_op(
         return _forward_op(*tensors, *settings, return_lse, grad, mask_grad)  # type: ignore[no-any-return]
     with inside:
         if grad:
-            return _forward_graph(*tensors, *settings, return_lse, grad, mask_grad)
+            return _forward_graph(tensors, settings, (return_lse, grad, mask_grad))
         return _forward_kernel(tensors, settings, return_lse, grad, mask_grad)
 
 
@@ -323,7 +340,7 @@ def backward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _forward_autograd(*args: Any) -> tuple[Tensor, Tensor]:
     check_operands(*args[:4])
     if _needs_graph(args[:4]):
-        return _forward_graph(*args)
+        return _forward_graph(*_parts(args))
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(*args)  # type: ignore[no-any-return]
 
