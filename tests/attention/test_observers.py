@@ -206,7 +206,7 @@ def test_without_anybody_to_see_it_no_operator_is_called(monkeypatch: pytest.Mon
 
 
 @pytest.mark.grad
-@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("backend", ["aten", "reference"])
 def test_gradients_of_results_on_a_graph_are_on_none(backend: str) -> None:
     """As below the operator: where grad mode is on, only what the caller wraps it in records."""
     query, key, value = operands()
