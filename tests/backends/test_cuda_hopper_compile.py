@@ -3,6 +3,7 @@
 import importlib
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 pytest.importorskip(
     "triton.experimental.gluon.language.nvidia.hopper", reason="this triton has no Gluon for Hopper"
 )
+nvidia = importlib.import_module("triton.backends.nvidia.driver")
 hopper_source = importlib.import_module("orchard.backends.cuda.hopper_source")  # needs both
 
 SM_90 = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
@@ -128,6 +130,27 @@ def test_the_kernels_before_and_after_a_backward_load_wide() -> None:
     special = backward(128)
     for source in (hopper_source.statistics_source, hopper_source.sums_source):
         assert "ld.global.v4" in source(special).compile(SM_90).asm["ptx"]
+
+
+def parameters(constants: dict, types: dict, tiles: list | None) -> list[str]:
+    """C types of what a launcher of Triton's passes to a kernel."""
+    source = nvidia.make_launcher(constants, types, tiles)
+    declared = re.search(r"static void _launch\((.*)\) {", source)[1]
+    return [each.rsplit(" ", 1)[0] for each in declared.split(", ")]
+
+
+@pytest.mark.parametrize("source", [forward, keys, rows])
+def test_a_launch_passes_what_tritons_own_would(
+    source: Callable[..., hopper_source.Source],
+) -> None:
+    """With descriptors that were made before, and without the constants."""
+    made = source(128)
+    compiled = made.compile(SM_90)
+    tiles = compiled.metadata.tensordesc_meta
+    flat = dict(enumerate(hopper_source.flat_types(made.types, tiles)))
+    own = parameters(compiled.src.constants, compiled.src.signature, tiles)
+    assert parameters({}, flat, None) == own
+    assert own.count("CUtensorMap") == len(tiles) > 3
 
 
 def assembled(ptx: str, folder: Path) -> str:

@@ -1,12 +1,24 @@
 """What the Hopper kernels take, and how they are specialised: no GPU and no Triton is needed."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from orchard.attention.problem import Band, Options, Problem, Tensors, describe
+from orchard.attention.problem import (
+    Band,
+    Options,
+    Problem,
+    Saved,
+    Tensors,
+    Upstream,
+    describe,
+)
 from orchard.backends.cuda import hopper_plan
+from orchard.backends.cuda.launch import BackwardKind, Setting
+from orchard.backends.cuda.runtime import Gpu
+from orchard.dispatch.known import Known
 
 PROCESSORS = 132
 
@@ -22,6 +34,19 @@ def pose(
     given = Options(0.125, **options)
     grad_out = query if stage == "backward" else None
     return describe(Tensors(query, query, query), given, stage=stage, grad_out=grad_out)
+
+
+class RecordedKernel:
+    """Keeps what it is launched with; a descriptor is launched with (place, address, strides)."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def describe(self, place: int, geometry: hopper_plan.Geometry) -> Known[int, tuple[Any, ...]]:
+        return Known(lambda address: (place, address, geometry.strides))
+
+    def __call__(self, programs: int, device: int, *arguments: object) -> None:
+        self.launches.append(arguments)
 
 
 def codes(problem: Problem) -> list[str]:
@@ -131,7 +156,7 @@ def test_heads_side_by_side_fit_into_the_cache(
     cohort: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hopper_plan, "_forward_kernel", lambda special, device: None)
+    monkeypatch.setattr(hopper_plan, "_forward_kernel", lambda special, device: RecordedKernel())
     problem = pose(shape, band=band)._replace(device=torch.device("cuda", 0))
     rows, keys, heads, group, planes, found, low, high = hopper_plan.plan_forward(
         problem, PROCESSORS
@@ -139,3 +164,64 @@ def test_heads_side_by_side_fit_into_the_cache(
     assert (rows, keys, heads, group) == (shape[2], shape[2], shape[1], 1)
     assert (planes, found) == (shape[0] * shape[1], cohort)
     assert (low < -shape[2], high) == (True, 0 if band else 2**30)
+
+
+def numbered(*shape: int) -> Tensors:
+    """Operands on the CPU, whose memory is never read; the key lies as [B, S, H, D]."""
+    query, key, value = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(3))
+    return Tensors(query, key.transpose(1, 2).contiguous().transpose(1, 2), value)
+
+
+def test_a_forward_is_launched_with_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of each call: descriptors in order, then lse, which stands in for what is not there."""
+    kernel = RecordedKernel()
+    monkeypatch.setattr(hopper_plan, "_forward_kernel", lambda special, device: kernel)
+    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    calls = [numbered(2, 4, 256, 64), numbered(2, 4, 256, 64)]
+    plan = hopper_plan.plan_forward(describe(calls[0], Options(0.125)), PROCESSORS)
+    for n in (0, 1, 0):
+        tensors = calls[n]
+        out, lse = plan.run(None, tensors)
+        launched = kernel.launches.pop()
+        for place, tensor in enumerate((*tensors[:3], out)):
+            found = launched[3 * place : 3 * place + 3]
+            assert found == (place, tensor.data_ptr(), tensor.stride())
+        assert launched[12:14] == (lse.data_ptr(), lse.data_ptr())
+        assert launched[14:22] == plan.work
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_backward_is_launched_with_its_tensors(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = hopper_plan._Kernels(RecordedKernel(), RecordedKernel(), RecordedKernel())
+    monkeypatch.setattr(hopper_plan, "_backward_kernels", lambda special, device: kernels)
+    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    tensors = numbered(2, 4, 256, 64)
+    grad_out = torch.empty(2, 256, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    problem = describe(tensors, Options(0.125), stage="backward", grad_out=grad_out, grad=True)
+    problem = problem._replace(deterministic=deterministic)
+    saved = Saved(torch.empty_like(tensors.query), torch.empty(2, 4, 256))
+    kind = BackwardKind(problem, saved.out.stride(), saved.lse.stride(), None)
+    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS), False))
+    grads = plan.run(None, tensors, saved, Upstream(grad_out, None))
+    statistics, keys, last = (kernel.launches[0] for kernel in kernels)
+
+    assert statistics[:4] == (
+        *(saved.out.data_ptr(), grad_out.data_ptr()),
+        *(saved.lse.data_ptr(), saved.lse.data_ptr()),
+    )
+    assert statistics[12:18] == (*saved.out.stride()[:3], *grad_out.stride()[:3])
+    for place, tensor in enumerate((*tensors[:3], grad_out)):
+        assert keys[3 * place : 3 * place + 3] == (place, tensor.data_ptr(), tensor.stride())
+    lse, delta = statistics[4:6]
+    assert [keys[13], keys[16]] == [lse, delta]
+    assert keys[18:21] == (6, grads.key.data_ptr(), grads.key.stride())
+    assert keys[21:24] == (7, grads.value.data_ptr(), grads.value.stride())
+    if deterministic:
+        assert last[12:15] == (4, grads.query.data_ptr(), grads.query.stride())
+        assert last[15:18] == (lse, lse, delta)
+    else:
+        assert (keys[25], last[0]) == (statistics[6], statistics[6])
+        assert last[1] == grads.query.data_ptr()
+        assert last[-3:] == grads.query.stride()[:3]

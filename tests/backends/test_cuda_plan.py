@@ -647,3 +647,19 @@ def test_what_does_not_compile_is_not_compiled_again(compiler: Compiler) -> None
         with pytest.raises(KernelError, match=r"attention_forward.*operand #3 is out of its depth"):
             triton_runtime.launch(a_step(), torch.zeros(4))
     assert len(compiler.asked) == 1
+
+
+@pytest.mark.parametrize("name", ["query", "key"])
+@pytest.mark.parametrize("mask_grad", [False, True])
+def test_without_rows_or_keys_nothing_is_launched(name: str, mask_grad: bool) -> None:
+    """Outputs are zero, lse is that of nothing, and each gradient that is asked for is zero."""
+    tensors = operands(rows=0 if name == "query" else 300, keys=0 if name == "key" else 400)
+    mask = torch.zeros(1, 1, tensors.query.shape[2], 1)
+    fake = FakeRuntime()
+    saved, grads = run(CudaBackend(fake), tensors._replace(mask=mask), mask_grad=mask_grad)
+    assert fake.calls == []
+    assert torch.equal(saved.out, torch.zeros(*tensors.query.shape[:3], 12))
+    assert torch.equal(saved.lse, torch.full(tensors.query.shape[:3], -torch.inf))
+    for grad, operand in zip(grads[:3], tensors[:3], strict=True):
+        assert torch.equal(grad, torch.zeros_like(operand))
+    assert grads.mask is None if not mask_grad else torch.equal(grads.mask, torch.zeros_like(mask))

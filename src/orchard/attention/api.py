@@ -105,19 +105,17 @@ def attention(
         query, key, value, mask, causal, window, scale, softcap, dropout_p, layout, backend
     )
     query, key, value, mask, _ = tensors
-    seed = None
     if dropout_p and drop_threshold(dropout_p):
         _check_generator(generator, query)
-        seed = draw_seed(query.device, generator)
+        tensors = tensors._replace(seed=draw_seed(query.device, generator))
     mask_grad = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     grad = mask_grad or _wants_grad(query, key, value)
     if forward_ad._current_level >= 0 and _has_tangent(query, key, value, mask):
         # Tangents pass through plain torch operations only.
-        operands = Tensors(query, key, value, mask, seed)
-        out, lse = define(operands, settings.options(query, key))
+        out, lse = define(tensors, settings.options(query, key))
     else:
         out, lse = forward_op(
-            query, key, value, mask, seed, *settings, bool(return_lse), grad, mask_grad, grad=grad
+            tensors, settings, return_lse=bool(return_lse), grad=grad, mask_grad=mask_grad
         )
     if layout == "bshd" and squeeze < 2:
         out = out.transpose(1, 2)
@@ -202,22 +200,23 @@ def _check(
         names = ", ".join(repr(name) for name in planner().backends)
         raise ArgumentValueError(f"backend is {backend!r}; it must be 'auto' or one of {names}")
 
-    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+    if torch._C._is_any_autocast_enabled():
         query, key, value, mask = _autocast(query, key, value, mask)
-    if query.dtype not in _DTYPES:
+    dtype, device = query.dtype, query.device
+    if dtype not in _DTYPES:
         raise ArgumentTypeError(
-            f"query has dtype {query.dtype}; it must be float32, float16, bfloat16 or float64"
+            f"query has dtype {dtype}; it must be float32, float16, bfloat16 or float64"
             + _operands(*operands)
         )
-    if query.dtype != key.dtype or query.dtype != value.dtype:
+    if key.dtype != dtype or value.dtype != dtype:
         raise ArgumentTypeError(
             f"key and value have dtypes {key.dtype} and {value.dtype}; they must have query's, "
-            f"{query.dtype}" + _operands(*operands)
+            f"{dtype}" + _operands(*operands)
         )
-    if query.device != key.device or query.device != value.device:
+    if key.device != device or value.device != device:
         raise ArgumentValueError(
             f"key and value are on {key.device} and {value.device}; they must be on query's "
-            f"device, {query.device}" + _operands(*operands)
+            f"device, {device}" + _operands(*operands)
         )
     rank = query.ndim
     if rank not in (2, 3, 4) or key.ndim != rank or value.ndim != rank:
@@ -232,20 +231,20 @@ def _check(
     elif rank == 2:
         query, key, value = query[None, None], key[None, None], value[None, None]
     batch, heads, rows, dim = query.shape
-    kv_heads, keys = key.shape[1], key.shape[2]
-    if key.shape[0] != batch or value.shape[0] != batch:
+    key_batch, kv_heads, keys, key_dim = key.shape
+    value_batch, value_heads, value_keys, _ = value.shape
+    if key_batch != batch or value_batch != batch:
         raise ArgumentValueError(
-            f"key and value have batch sizes {key.shape[0]} and {value.shape[0]}; they must have "
+            f"key and value have batch sizes {key_batch} and {value_batch}; they must have "
             f"query's, {batch}" + _operands(*operands)
         )
-    if key.shape[3] != dim:
+    if key_dim != dim:
         raise ArgumentValueError(
-            f"key has head dimension {key.shape[3]}; it must have query's, {dim}"
-            + _operands(*operands)
+            f"key has head dimension {key_dim}; it must have query's, {dim}" + _operands(*operands)
         )
-    if value.shape[1] != kv_heads or value.shape[2] != keys:
+    if value_heads != kv_heads or value_keys != keys:
         raise ArgumentValueError(
-            f"value has {value.shape[1]} heads and length {value.shape[2]}; it must have key's, "
+            f"value has {value_heads} heads and length {value_keys}; it must have key's, "
             f"{kv_heads} and {keys}" + _operands(*operands)
         )
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
@@ -256,14 +255,11 @@ def _check(
     if mask is not None:
         mask = _check_mask(mask, rank, (batch, heads, rows, keys), operands)
 
-    left, right, bottom_right = _check_band(causal, window)
     settings = Settings(
-        _check_number("scale", scale),
-        _check_softcap(softcap),
+        None if scale is None else _check_number("scale", scale),
+        0.0 if softcap is None else _check_softcap(softcap),
         _check_dropout(dropout_p),
-        left,
-        right,
-        bottom_right,
+        *_check_band(causal, window),
         backend,
     )
     return Tensors(query, key, value, mask), settings, 4 - rank
@@ -319,9 +315,7 @@ def _check_band(causal: Causal, window: tuple[int, int] | None) -> tuple[int, in
     return left, right, causal == "bottom_right"
 
 
-def _check_number(name: str, number: float | None) -> float | None:
-    if number is None:
-        return None
+def _check_number(name: str, number: float) -> float:
     if isinstance(number, bool) or not isinstance(number, int | float | torch.SymFloat):
         raise ArgumentTypeError(f"{name} is {_a(number)}; it must be a number or None")
     if not -_LARGEST <= number <= _LARGEST:
@@ -329,19 +323,17 @@ def _check_number(name: str, number: float | None) -> float | None:
     return float(number)
 
 
-def _check_softcap(softcap: float | None) -> float:
+def _check_softcap(softcap: float) -> float:
     number = _check_number("softcap", softcap)
-    if number is None:
-        return 0.0
     if number <= 0:
         raise ArgumentValueError(f"softcap is {softcap}; it must be positive, or None")
     return number
 
 
 def _check_dropout(dropout_p: float) -> float:
-    number = _check_number("dropout_p", dropout_p)
-    if number is None:
+    if dropout_p is None:
         raise ArgumentTypeError("dropout_p is None; it must be a number in [0, 1)")
+    number = _check_number("dropout_p", dropout_p)
     if not 0.0 <= number < 1.0:
         raise ArgumentValueError(f"dropout_p is {dropout_p}; it must be in [0, 1)")
     return number
@@ -363,6 +355,8 @@ def _autocast(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """What torch's autocast does to its own attention: every floating operand but fp64."""
     kind = query.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return query, key, value, mask
     dtype = torch.get_autocast_dtype(kind)
 
     def cast(tensor: Tensor) -> Tensor:

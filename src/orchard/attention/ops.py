@@ -6,6 +6,7 @@ compiled graph holds one node per call and decides again for every shape it meet
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, library
 
 from orchard.attention.leaving import inside
 from orchard.attention.memory import conform, empty_following, empty_lse
+from orchard.attention.observers import is_observed
 from orchard.attention.operands import check_operands, check_results, checked_seed
 from orchard.attention.problem import (
     Gradients,
@@ -69,24 +71,34 @@ class Settings(NamedTuple):
         return Options(scale, self.softcap, band, threshold)
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    settings = Settings(*rest[:7])
-    return_lse, grad, mask_grad = rest[7:]
-    check_operands(query, key, value, mask)
-    options = settings.options(query, key)
-    seed = checked_seed(seed, query.device) if options.threshold else None
-    tensors = Tensors(query, key, value, mask, seed)
-    problem = describe(tensors, options, lse=return_lse, grad=grad, mask_grad=mask_grad)
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    tensors, settings, flags = _parts(args)
+    check_operands(*tensors[:4])
+    return_lse, grad, _ = flags
     with inside:
-        saved = planner().run(
-            problem,
-            settings.backend,
-            lambda server, kernel: server.forward(problem, kernel, tensors),
-        )
-    lse = saved.lse if return_lse or grad else _no_lse(query)
-    return conform(saved.out, query), lse.contiguous()
+        out, lse = _serve_forward(tensors, settings, *flags)
+        return out, lse if return_lse or grad else _no_lse(out)
+
+
+def _parts(args: tuple[Any, ...]) -> tuple[Tensors, Settings, tuple[bool, ...]]:
+    """Arguments of the forward operator, by what they are."""
+    return Tensors(*args[:5]), Settings(*args[5:12]), args[12:]
+
+
+def _serve_forward(
+    tensors: Tensors, settings: Settings, return_lse: bool, grad: bool, mask_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """The forward of operands that go together; an lse that nobody wants may be anything."""
+    query = tensors.query
+    options = settings.options(query, tensors.key)
+    if options.threshold or tensors.seed is not None:
+        seed = checked_seed(tensors.seed, query.device) if options.threshold else None
+        tensors = tensors._replace(seed=seed)
+    problem = describe(tensors, options, lse=return_lse, grad=grad, mask_grad=mask_grad)
+    saved = planner().run(
+        problem, settings.backend, lambda server, kernel: server.forward(problem, kernel, tensors)
+    )
+    return conform(saved.out, query), saved.lse.contiguous()
 
 
 def _forward_fake(
@@ -166,6 +178,24 @@ def _backward_fake(
     )
 
 
+def _forward_kernel(
+    tensors: Tensors, settings: Settings, return_lse: bool, grad: bool, mask_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Below autograd: the operator where somebody sees it, else what it comes to, for speed."""
+    if not is_observed(tensors):
+        return _serve_forward(tensors, settings, return_lse, grad, mask_grad)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward_op(*tensors, *settings, return_lse, grad, mask_grad)  # type: ignore[no-any-return]
+
+
+def _backward_kernel(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Likewise; out and lse may be on a graph, which gradients are no part of."""
+    with torch._C._AutoDispatchBelowAutograd():
+        if not is_observed(args[:9]):
+            return _backward(*args)
+        return _backward_op(*args)  # type: ignore[no-any-return]
+
+
 def _needs_graph(args: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(
         isinstance(arg, Tensor) and arg.requires_grad for arg in args
@@ -179,28 +209,16 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return _forward_op(*args)  # type: ignore[no-any-return]
+        tensors, settings, flags = _parts(args)
+        return _forward_kernel(tensors, settings, *flags)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:5], *output)
-        ctx.options = inputs[5:12]
+        _keep(ctx, inputs[:5], inputs[5:12], output)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        query, key, value, mask, seed, out, lse = ctx.saved_tensors
-        none = (None,) * 12
-        if grad_out is None:
-            if grad_lse is None:
-                return (None, None, None, *none)
-            grad_out = out.new_zeros(()).expand(out.shape)
-        mask_grad = ctx.needs_input_grad[3]
-        grads = backward_op(
-            grad_out, grad_lse, query, key, value, mask, seed, out, lse, *ctx.options, mask_grad
-        )
-        return (*grads[:3], grads[3] if mask_grad else None, *none[1:])
+        return (*_gradients(ctx, grad_out, grad_lse), *(None,) * 11)
 
 
 class _EagerAttention(torch.autograd.Function):
@@ -208,11 +226,37 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        output = _Attention.forward(*args)
-        _Attention.setup_context(ctx, args, output)
+        tensors, settings, flags = Tensors(*args[:5]), args[5], args[6]
+        output = _forward_kernel(tensors, settings, *flags)
+        _keep(ctx, tensors, settings, output)
         return output
 
-    backward = _Attention.backward
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        return (*_gradients(ctx, grad_out, grad_lse), None, None, None)
+
+
+def _keep(
+    ctx: Any, tensors: Sequence[Any], settings: Sequence[Any], output: tuple[Tensor, Tensor]
+) -> None:
+    """What `_gradients` needs of a call."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+    ctx.settings = settings
+
+
+def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    """Of query, key, value and mask; None for what needs none."""
+    query, key, value, mask, seed, out, lse = ctx.saved_tensors
+    if grad_out is None:
+        if grad_lse is None:
+            return (None, None, None, None)
+        grad_out = out.new_zeros(()).expand(out.shape)
+    mask_grad = ctx.needs_input_grad[3]
+    *grads, by_mask = backward_op(
+        grad_out, grad_lse, query, key, value, mask, seed, out, lse, *ctx.settings, mask_grad
+    )
+    return (*grads, by_mask if mask_grad else None)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -222,8 +266,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return _backward_op(*args)  # type: ignore[no-any-return]
+        return _backward_kernel(args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -259,29 +302,31 @@ class _AttentionBackward(torch.autograd.Function):
         return (*by_upstream, *by_tensors, *(None,) * 11)
 
 
-def _forward_below(args: tuple[Any, ...], grad: bool) -> tuple[Tensor, Tensor]:
-    """The forward operator below autograd, on a graph if gradients are wanted."""
-    if grad:
-        transformed = torch._C._are_functorch_transforms_active()
-        function = _Attention if transformed else _EagerAttention
-        return function.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op(*args)  # type: ignore[no-any-return]
+def _forward_graph(
+    tensors: Tensors, settings: Settings, flags: tuple[bool, ...]
+) -> tuple[Tensor, Tensor]:
+    """The forward operator below autograd, on a graph."""
+    if torch._C._are_functorch_transforms_active():
+        return _Attention.apply(*tensors, *settings, *flags)  # type: ignore[no-any-return, no-untyped-call]
+    return _EagerAttention.apply(*tensors, settings, flags)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _backward_below(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if _needs_graph(args[:6]):
         return _AttentionBackward.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        return _backward_op(*args)  # type: ignore[no-any-return]
+    return _backward_kernel(args)
 
 
-def forward_op(*args: Any, grad: bool) -> tuple[Tensor, Tensor]:
+def forward_op(
+    tensors: Tensors, settings: Settings, *, return_lse: bool, grad: bool, mask_grad: bool
+) -> tuple[Tensor, Tensor]:
     """The forward operator. Eager calls skip the dispatcher's autograd layer, for speed."""
     if torch.compiler.is_compiling():
-        return _forward_op(*args)  # type: ignore[no-any-return]
+        return _forward_op(*tensors, *settings, return_lse, grad, mask_grad)  # type: ignore[no-any-return]
     with inside:
-        return _forward_below(args, grad)
+        if grad:
+            return _forward_graph(tensors, settings, (return_lse, grad, mask_grad))
+        return _forward_kernel(tensors, settings, return_lse, grad, mask_grad)
 
 
 def backward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -293,7 +338,11 @@ def backward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _forward_autograd(*args: Any) -> tuple[Tensor, Tensor]:
-    return _forward_below(args, _needs_graph(args[:4]))
+    check_operands(*args[:4])
+    if _needs_graph(args[:4]):
+        return _forward_graph(*_parts(args))
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward_op(*args)  # type: ignore[no-any-return]
 
 
 _library.impl("attention_forward", _forward, "CompositeExplicitAutograd")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,9 +12,9 @@ from orchard.backends.cuda import choice, measured
 from orchard.backends.cuda.launch import (
     BackwardKind,
     Setting,
-    empty_backward,
-    empty_forward,
     is_empty,
+    plan_empty_backward,
+    plan_empty_forward,
 )
 from orchard.backends.cuda.runtime import Runtime, TritonRuntime
 from orchard.backends.cuda.tuning import blocks
@@ -27,20 +27,10 @@ _LEAST_BLOCK = 16
 _LEAST_ARCHITECTURE = 80
 
 
-class ForwardCall(NamedTuple):
-    """What a plan of a forward depends on."""
-
-    problem: Problem
-    kernel: str
-    tf32: bool
-
-
-class BackwardCall(NamedTuple):
-    """What a plan of a backward depends on."""
-
-    kind: BackwardKind
-    kernel: str
-    tf32: bool
+# What a plan depends on: the problem, the kernel, and whether TF32 is allowed. Plain tuples, which
+# every call makes one of.
+ForwardCall = tuple[Problem, str, bool]
+BackwardCall = tuple[BackwardKind, str, bool]
 
 
 class CudaBackend(Backend):
@@ -93,34 +83,36 @@ class CudaBackend(Backend):
             return self._runtime
 
     def forward(self, problem: Problem, kernel: str, tensors: Tensors) -> Saved:
-        if is_empty(problem):
-            return empty_forward(problem, tensors.query)
         runtime = self._runtime or self._open()
         with runtime.on(problem.device):
-            plan = self._forwards[ForwardCall(problem, kernel, _allows_tf32(problem))]
+            plan = self._forwards[problem, kernel, _allows_tf32(problem)]
             saved: Saved = plan.run(runtime, tensors)
         return saved
 
     def backward(
         self, problem: Problem, kernel: str, tensors: Tensors, saved: Saved, upstream: Upstream
     ) -> Gradients:
-        if is_empty(problem):
-            return empty_backward(problem, tensors)
         runtime = self._runtime or self._open()
         by_lse = None if upstream.lse is None else upstream.lse.stride()
         kind = BackwardKind(problem, saved.out.stride(), saved.lse.stride(), by_lse)
         with runtime.on(problem.device):
-            plan = self._backwards[BackwardCall(kind, kernel, _allows_tf32(problem))]
+            plan = self._backwards[kind, kernel, _allows_tf32(problem)]
             grads: Gradients = plan.run(runtime, tensors, saved, upstream)
         return grads
 
     def _plan_forward(self, call: ForwardCall) -> Any:
-        setting = Setting(self._open().gpu(call.problem.device), call.tf32)
-        return choice.by_name(call.kernel).forward(call.problem, setting)
+        problem, kernel, tf32 = call
+        if is_empty(problem):
+            return plan_empty_forward(problem)
+        setting = Setting(self._open().gpu(problem.device), tf32)
+        return choice.by_name(kernel).forward(problem, setting)
 
     def _plan_backward(self, call: BackwardCall) -> Any:
-        setting = Setting(self._open().gpu(call.kind.problem.device), call.tf32)
-        return choice.by_name(call.kernel).backward(call.kind, setting)
+        kind, kernel, tf32 = call
+        if is_empty(kind.problem):
+            return plan_empty_backward(kind.problem)
+        setting = Setting(self._open().gpu(kind.problem.device), tf32)
+        return choice.by_name(kernel).backward(kind, setting)
 
 
 def _allows_tf32(problem: Problem) -> bool:

@@ -198,7 +198,7 @@ def _softmax(consumer, rows, products, mask_tile, tile, top, total):
         # A row that has seen no key yet: any finite origin makes its weights 0.
         origin = gl.where(new_top == float("-inf"), 0.0, new_top)
     weights = terms.power(scores, gl.expand_dims(origin, 1))
-    fade = terms.power(top, origin) if terms.MASK == ADDITIVE else gl.exp2(top - origin)
+    fade = terms.fade(top, origin)
     total = total * fade + gl.sum(weights, axis=1)
     if terms.DROPOUT:
         plane = rows.batch * work.heads + rows.head
@@ -408,33 +408,37 @@ def forward_kernel(
         )
     schedule = make_schedule(work, counter, DYNAMIC)
     fence_async_shared()
-    first = Consumer(work, terms, keys, values, masks, 0, PIPELINED)
-    second = Consumer(work, terms, keys, values, masks, 1, PIPELINED)
+    produced = schedule, terms, query, key, value, mask, queries, keys, values, masks
+    consumer = Consumer(work, terms, keys, values, masks, 0, PIPELINED)
+    first = consumer, schedule, out, lse, queries
+    consumer = Consumer(work, terms, keys, values, masks, 1, PIPELINED)
+    second = consumer, schedule, out, lse, queries
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [
-                (
-                    _produce,
-                    (schedule, terms, query, key, value, mask, queries, keys, values, masks),
-                ),
-                (_consume, (first, schedule, out, lse, queries)),
-                (_consume, (second, schedule, out, lse, queries)),
-            ],
+            [(_produce, produced), (_consume, first), (_consume, second)],
             [4, 4],
             [REGISTERS, REGISTERS],
         )
     else:
-        third = Consumer(work, terms, keys, values, masks, 2, PIPELINED)
-        gl.warp_specialize(
-            [
-                (
-                    _produce,
-                    (schedule, terms, query, key, value, mask, queries, keys, values, masks),
-                ),
-                (_consume, (first, schedule, out, lse, queries)),
-                (_consume, (second, schedule, out, lse, queries)),
-                (_consume, (third, schedule, out, lse, queries)),
-            ],
-            [4, 4, 4],
-            [REGISTERS, REGISTERS, REGISTERS],
-        )
+        consumer = Consumer(work, terms, keys, values, masks, 2, PIPELINED)
+        third = consumer, schedule, out, lse, queries
+        if CONSUMERS == 3:
+            gl.warp_specialize(
+                [(_produce, produced), (_consume, first), (_consume, second), (_consume, third)],
+                [4, 4, 4],
+                [REGISTERS, REGISTERS, REGISTERS],
+            )
+        else:
+            consumer = Consumer(work, terms, keys, values, masks, 3, PIPELINED)
+            fourth = consumer, schedule, out, lse, queries
+            gl.warp_specialize(
+                [
+                    (_produce, produced),
+                    (_consume, first),
+                    (_consume, second),
+                    (_consume, third),
+                    (_consume, fourth),
+                ],
+                [4, 4, 4, 4],
+                [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+            )

@@ -6,7 +6,7 @@ Nothing here imports Triton: the kernels are imported when a first problem is pl
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from orchard.backends.cuda import launch
 from orchard.backends.cuda.launch import Backward, BackwardKind, Setting
 from orchard.backends.cuda.runtime import Runtime
 from orchard.dispatch.backend import Reason
+from orchard.dispatch.known import Known
 
 if TYPE_CHECKING:
     from orchard.backends.cuda.hopper_source import Kernel
@@ -55,6 +56,9 @@ class BackwardConfig(NamedTuple):
 _FORWARD = ForwardConfig(2, 128, 2, 240, True)
 # With D 64 and tiles enough three consumers hide each other's softmax better than two.
 _THREE = ForwardConfig(3, 128, 2, 160, False)
+# Short rows under a band have few whole tiles of 128 keys: there four with tiles of 64 are better.
+_FOUR = ForwardConfig(4, 64, 4, 120, False)
+_SHORT_BAND = 1024  # rows
 _DYNAMIC_TURNS = 4  # tiles of a program from which a counter in memory is worth its cost
 _CACHE_SHARE = 32 * 2**20  # bytes of a 50 MB cache
 _KEY_COHORT = 4  # planes whose blocks of keys are worked on side by side under a band
@@ -176,16 +180,32 @@ class Geometry(NamedTuple):
         pairs = zip(shape[:-1], strides[:-1], strict=True)
         return cls(tuple(shape), (*(row if size == 1 else step for size, step in pairs), 1))
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Strides of all axes but the last."""
+        return self.strides[:-1]
 
-class Descriptor:
-    """A tensor with its geometry: the part of Triton's TensorDescriptor that a launch reads."""
 
-    __slots__ = ("base", "padding", "shape", "strides")
+# Arguments of a launch for a tensor that TMA walks, by the tensor's address.
+Described = Mapping[int, tuple[Any, ...]]
 
-    def __init__(self, base: Tensor, geometry: Geometry) -> None:
-        self.base = base
-        self.shape, self.strides = geometry
-        self.padding = "zero"
+
+def _describe(kernel: Kernel, geometries: Iterable[Geometry]) -> tuple[Described, ...]:
+    """What each descriptor of a kernel is launched with; they are its first arguments."""
+    return tuple(kernel.describe(place, each) for place, each in enumerate(geometries))
+
+
+def _describe_mask(kernel: Kernel, place: int, problem: Problem) -> Described | None:
+    """The same for a mask whose tiles come by TMA."""
+    geometry = _mask_geometry(problem)
+    return None if geometry is None else kernel.describe(place, geometry)
+
+
+def _descriptors(places: Sequence[Described], tensors: Sequence[Tensor]) -> list[Any]:
+    arguments: list[Any] = []
+    for place, tensor in zip(places, tensors, strict=True):
+        arguments += place[tensor.data_ptr()]
+    return arguments
 
 
 class ScoreTerms(NamedTuple):
@@ -209,16 +229,16 @@ class ScoreTerms(NamedTuple):
         )
 
     def arguments(
-        self, tensors: Tensors, spare: int, of_mask: Geometry | None = None
-    ) -> tuple[int | float | Descriptor, ...]:
+        self, tensors: Tensors, spare: int, of_mask: Described | None = None
+    ) -> tuple[Any, ...]:
         """`spare` is an address for a tensor that is not there."""
         _, _, _, mask, seed = tensors
-        masked: int | Descriptor = spare
+        masked: tuple[Any, ...] = (spare,)
         if mask is not None:
-            masked = mask.data_ptr() if of_mask is None else Descriptor(mask, of_mask)
+            masked = (mask.data_ptr(),) if of_mask is None else of_mask[mask.data_ptr()]
         return (
             *self.scales,
-            masked,
+            *masked,
             *self.mask_strides,
             spare if seed is None else seed.data_ptr(),
             *self.dropout,
@@ -259,10 +279,10 @@ class ForwardPlan(NamedTuple):
     kernel: Kernel
     programs: int
     device: int
-    geometries: tuple[Geometry, Geometry, Geometry, Geometry]  # of query, key, value and out
+    described: tuple[Described, ...]  # of query, key, value and out
     out: Place
     lse: Place
-    mask: Geometry | None  # where its tiles come by TMA
+    mask: Described | None  # where its tiles come by TMA
     work: tuple[int, ...]
     terms: ScoreTerms
 
@@ -275,14 +295,14 @@ class ForwardPlan(NamedTuple):
         out, lse = self.out.allocate(device), self.lse.allocate(device)
         address = lse.data_ptr()
         counter = torch.zeros(1, dtype=torch.int32, device=device) if self.special.dynamic else lse
-        of_query, of_key, of_value, of_out = self.geometries
+        of_query, of_key, of_value, of_out = self.described
         kernel(
             self.programs,
             self.device,
-            Descriptor(query, of_query),
-            Descriptor(key, of_key),
-            Descriptor(value, of_value),
-            Descriptor(out, of_out),
+            *of_query[query.data_ptr()],
+            *of_key[key.data_ptr()],
+            *of_value[value.data_ptr()],
+            *of_out[out.data_ptr()],
             address,
             counter.data_ptr(),
             *self.work,
@@ -313,7 +333,8 @@ def _forward_config(problem: Problem, processors: int) -> ForwardConfig:
     tile, terms = _head_tile(problem), _terms(problem)
     plain = terms.mask == "none" and not terms.dropout
     if tile == 64 and plain and _row_tiles(problem, _THREE) >= _DYNAMIC_TURNS * processors:
-        return _THREE
+        short = problem.options.band is not None and problem.query_length <= _SHORT_BAND
+        return _FOUR if short else _THREE
     # A pipeline has no room for tiles of masks that are loaded one by one, and with D 128 gains
     # nothing where there is that much to do beside the products.
     loaded = terms.mask != "none" and _mask_geometry(problem) is None
@@ -330,16 +351,18 @@ def plan_forward(
 ) -> ForwardPlan:
     """`config` is given where configurations are compared."""
     special = specialise_forward(problem, processors, config)
+    kernel = _forward_kernel(special, problem.device)
     planes, shape = problem.batch * problem.heads, _out_shape(problem)
+    geometries = *_operand_geometries(problem), Geometry.of(shape, problem.out_strides)
     return ForwardPlan(
         special,
-        _forward_kernel(special, problem.device),
+        kernel,
         min(_row_tiles(problem, special.config), processors),
         _index(problem.device),
-        (*_operand_geometries(problem), Geometry.of(shape, problem.out_strides)),
+        _describe(kernel, geometries),
         Place(shape, problem.out_strides, problem.dtype),
         dense(shape[:3]),
-        _mask_geometry(problem),
+        _describe_mask(kernel, len(geometries), problem),
         (*_sizes(problem), planes, _cohort(problem, special), *_band(problem)),
         ScoreTerms.of(problem),
     )
@@ -358,7 +381,11 @@ class BackwardPlan(NamedTuple):
     kernels: _Kernels
     programs: tuple[int, int, int]  # of the kernels
     device: int
-    geometries: tuple[Geometry, Geometry, Geometry, Geometry]  # of query, key, value and grad_out
+    keys: tuple[Described, ...]  # of the kernel of keys, and of that of dQ
+    rows: tuple[Described, ...]
+    out_steps: Mapping[tuple[int, ...], tuple[int, ...]]  # from its strides
+    grad_out_steps: tuple[int, ...]  # strides of the outer axes
+    grad_query_steps: tuple[int, ...]
     places: tuple[Place, Place, Place]  # of the gradients of query, key and value
     statistic: Place
     sums: Place
@@ -369,7 +396,7 @@ class BackwardPlan(NamedTuple):
     dims: tuple[int, int]
     scale: float
     terms: ScoreTerms
-    mask: Geometry | None  # where its tiles come by TMA
+    mask: Described | None  # where its tiles come by TMA
     added: Backward | None  # with an added mask: who knows its gradient, and rows of a large lse
 
     def run(
@@ -394,23 +421,14 @@ class BackwardPlan(NamedTuple):
             lse = self._padded(shift, torch.inf)
             delta = self._padded(delta, 0.0)
             spare = lse if logarithm is None else self._padded(logarithm, 0.0)
-        operands = (*tensors[:3], upstream.out)
-        described = tuple(map(Descriptor, operands, self.geometries))
-        by_query, by_key, by_value = (
-            Descriptor(tensor, Geometry.of(place.shape, place.strides))
-            for tensor, place in zip((grad_query, grad_key, grad_value), self.places, strict=True)
-        )
-        rows = Geometry(self.statistic.shape, self.statistic.strides)
-        by_sums = Descriptor(
-            lse if sums is None else sums, Geometry(self.sums.shape, self.sums.strides)
-        )
+        given = (*tensors[:3], upstream.out)
+        results = grad_key, grad_value, lse if sums is None else sums
         of_mask = self.mask if special.mask_tiles else None
         scale = self.scale * self.terms.dropout[1]
         kernels.keys(
             self.programs[1],
             self.device,
-            *described,
-            *(Descriptor(lse, rows), Descriptor(delta, rows), by_key, by_value, by_sums),
+            *_descriptors(self.keys, (*given, lse, delta, *results)),
             *(spare.data_ptr(), self.statistic.shape[1]),
             *(*self.sizes, *self.key_order, *self.band),
             *(*self.terms.arguments(tensors, lse.data_ptr(), of_mask), scale),
@@ -421,13 +439,13 @@ class BackwardPlan(NamedTuple):
                 self.device,
                 *(sums.data_ptr(), grad_query.data_ptr()),
                 *(self.sizes[0], self.sizes[2], self.dims[0], scale),
-                *by_query.strides[:3],
+                *self.grad_query_steps,
             )
         else:
             kernels.last(
                 self.programs[2],
                 self.device,
-                *(*described, by_query),
+                *_descriptors(self.rows, (*given, grad_query)),
                 *(lse.data_ptr(), spare.data_ptr(), delta.data_ptr()),
                 *(*self.sizes, *self.row_order, *self.band),
                 *self.terms.arguments(tensors, lse.data_ptr()),
@@ -454,8 +472,8 @@ class BackwardPlan(NamedTuple):
             self.device,
             *(tensor.data_ptr() for tensor in used),
             *(self.sizes[0], self.statistic.shape[1], self.sizes[2], *self.dims),
-            *Geometry.of(out.shape, out.stride()).strides[:3],
-            *self.geometries[3].strides[:3],
+            *self.out_steps[out.stride()],
+            *self.grad_out_steps,
             *saved.lse.stride(),
             *grad_lse.stride(),
         )
@@ -492,23 +510,34 @@ def plan_backward(
     programs = planes * -(-problem.query_length // PLAIN_ROWS)
     if not special.fused:
         programs = min(planes * padded // _PADDING, processors)
+    kernels, shape = _backward_kernels(special, problem.device), _out_shape(problem)
     query, key, value = (
         following(shape, strides, problem.dtype) for shape, strides in problem.operands.values()
     )
-    grad_out = Geometry.of(_out_shape(problem), problem.grad_strides or ())
+    statistic = dense((planes, padded))
+    sums = dense((planes, problem.query_length, problem.head_dim))
+    by_query, by_key, by_value = (Geometry.of(*place[:2]) for place in (query, key, value))
+    grad_out = Geometry.of(shape, problem.grad_strides or ())
+    given = *_operand_geometries(problem), grad_out
+    rows = Geometry(*statistic[:2])
+    keys = *given, rows, rows, by_key, by_value, Geometry(*sums[:2])
     return BackwardPlan(
         special,
-        _backward_kernels(special, problem.device),
+        kernels,
         (
             planes * (padded // PLAIN_ROWS),
             key_planes * -(-problem.key_length // KEY_BLOCK),
             programs,
         ),
         _index(problem.device),
-        (*_operand_geometries(problem), grad_out),
+        _describe(kernels.keys, keys),
+        () if special.fused else _describe(kernels.last, (*given, by_query)),
+        Known(lambda strides: Geometry.of(shape, strides).steps),
+        grad_out.steps,
+        by_query.steps,
         (query, key, value),
-        dense((planes, padded)),
-        dense((planes, problem.query_length, problem.head_dim)),
+        statistic,
+        sums,
         _sizes(problem),
         (key_planes, _key_cohort(problem, special)),
         (planes, 1 if problem.options.band is None else planes),
@@ -516,7 +545,7 @@ def plan_backward(
         (problem.head_dim, problem.value_dim),
         problem.options.scale,
         ScoreTerms.of(problem),
-        _mask_geometry(problem),
+        _describe_mask(kernels.keys, len(keys), problem),
         launch.plan_backward(kind, setting) if special.terms.mask == "additive" else None,
     )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton._C.libtriton import gluon_ir
+from triton.backends.nvidia import driver as nvidia
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -24,23 +26,30 @@ from orchard.backends.cuda.hopper_plan import (
     PLAIN_ROWS,
     WARPGROUP_ROWS,
     BackwardSpecialisation,
+    Described,
     ForwardSpecialisation,
+    Geometry,
     TermsSpecialisation,
 )
+from orchard.backends.cuda.runtime import KernelError
+from orchard.dispatch.known import Known
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "i8"}
 _ELEMENTS = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}
 _MASKS = {"none": 0, "bool": 1, "additive": 2}
 _WIDE = 16  # bytes of the widest load, and elements that its strides are multiples of
+_KNOWN_ADDRESSES = 64  # of a tensor in a plan; an allocator gives out the same few again and again
 _SHAPE = dict.fromkeys(
     ("rows", "key_count", "heads", "group", "planes", "cohort", "low", "high"), "i32"
 )
 
 
 def unavailable() -> str | None:
-    """Why this Triton cannot build the fused backward, or None."""
+    """Why this Triton cannot build or launch the kernels, or None."""
     if not hasattr(gluon_ir.GluonOpBuilder, "create_async_tma_reduce"):
         return f"triton {triton.__version__} does not expose TMA reductions"
+    if not hasattr(nvidia, "make_tensordesc_arg"):
+        return f"triton {triton.__version__} does not expose how it makes descriptors"
     return None
 
 
@@ -69,26 +78,79 @@ class Source(NamedTuple):
 _compiling = threading.Lock()
 
 
+class Descriptor(NamedTuple):
+    """The part of Triton's TensorDescriptor that is read when a descriptor is made of it."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: str = "zero"
+
+    @property
+    def base(self) -> Descriptor:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
 class Kernel:
     """A compiled specialisation, loaded on the device that was current."""
 
     def __init__(self, source: Source) -> None:
         with _compiling:
             compiled = source.compile()
-            self._run = compiled.run
+            compiled[1, 1, 1]  # loads it
+            launcher = flat_launcher(source.types, compiled.metadata)
             self._function = compiled.function
-            self._metadata = compiled.packed_metadata
-        self._constants = tuple(source.constants.values())
+        metadata = compiled.metadata
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
+            raise KernelError(f"{metadata.name} wants scratch memory, which it is not given")
+        self._tiles = metadata.tensordesc_meta
+        self._launch = launcher.launch
+        self._launched_as = (
+            *(launcher.launch_cooperative_grid, launcher.launch_pdl),
+            *(None, None),  # scratch memory
+            compiled.packed_metadata,
+            *(None, None, None),  # launch metadata and hooks, for profilers of Triton
+        )
         self._stream = triton.runtime.driver.active.get_current_stream
+
+    def describe(self, place: int, geometry: Geometry) -> Described:
+        """What the descriptor in this place, counted among the descriptors, is launched with."""
+        tile = self._tiles[place]
+        return Known(
+            lambda address: tuple(nvidia.make_tensordesc_arg(Descriptor(address, *geometry), tile)),
+            _KNOWN_ADDRESSES,
+        )
 
     def __call__(self, programs: int, device: int, *arguments: object) -> None:
         """Enqueue on the current stream; the arguments are those of `Source.types`, in order."""
-        self._run(
-            *(programs, 1, 1, self._stream(device), self._function, self._metadata),
-            *(None, None, None),  # launch metadata and hooks, for profilers of Triton
-            *arguments,
-            *self._constants,
-        )
+        stream = self._stream(device)
+        self._launch(programs, 1, 1, stream, self._function, *self._launched_as, *arguments)
+
+
+def flat_launcher(types: Mapping[str, str], metadata: Any) -> Any:
+    """A launcher that is given descriptors as they are. Triton's own makes them anew at every
+    launch, in Python, which takes longer than the launch."""
+    signature = flat_types(types, metadata.tensordesc_meta or ())
+    source = SimpleNamespace(signature=dict(enumerate(signature)), constants={})
+    return triton.runtime.driver.active.launcher_cls(
+        source, metadata._replace(tensordesc_meta=None)
+    )
+
+
+def flat_types(types: Mapping[str, str], tiles: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Types of a kernel's parameters: those of a descriptor are itself, its shape and strides."""
+    ranks = (len(tile["block_size"]) for tile in tiles)
+    found: list[str] = []
+    for kind in types.values():
+        if kind.startswith("tensordesc"):
+            rank = next(ranks)
+            found += "nvTmaDesc", *("i32",) * rank, *("i64",) * rank
+        else:
+            found.append(kind)
+    return found
 
 
 def tile_type(dtype: str, block: Sequence[int]) -> str:

@@ -168,24 +168,43 @@ class Packed(NamedTuple):
         return self.inner.run(runtime, tensors, *rest)
 
 
+class EmptyForward(NamedTuple):
+    """No row or no key, and nothing to launch."""
+
+    out: Place
+    lse: Place | None
+
+    def run(self, _: Runtime, tensors: Tensors) -> Saved:
+        out, lse = _allocate(self.out, self.lse, tensors.query.device)
+        return Saved(out.zero_(), _NO_LSE if lse is None else lse.fill_(-torch.inf))
+
+
+class EmptyBackward(NamedTuple):
+    """Likewise."""
+
+    places: tuple[Place, Place, Place]
+    mask_grad: bool
+
+    def run(self, _: Runtime, tensors: Tensors, saved: Saved, upstream: Upstream) -> Gradients:
+        device = tensors.query.device
+        by_query, by_key, by_value = (place.allocate(device).zero_() for place in self.places)
+        by_mask = None
+        if tensors.mask is not None and self.mask_grad:
+            by_mask = torch.zeros_like(tensors.mask)
+        return Gradients(by_query, by_key, by_value, by_mask)
+
+
 def is_empty(problem: Problem) -> bool:
-    """Whether there is no row or no key, and nothing to launch."""
+    """Whether there is no row or no key."""
     return 0 in (problem.batch, problem.heads, problem.query_length, problem.key_length)
 
 
-def empty_forward(problem: Problem, query: Tensor) -> Saved:
-    out, lse = _allocate(*_outputs(problem), query.device)
-    return Saved(out.zero_(), _NO_LSE if lse is None else lse.fill_(-torch.inf))
+def plan_empty_forward(problem: Problem) -> EmptyForward:
+    return EmptyForward(*_outputs(problem))
 
 
-def empty_backward(problem: Problem, tensors: Tensors) -> Gradients:
-    by_query, by_key, by_value = (
-        place.allocate(tensors.query.device).zero_() for place in _gradient_places(problem)
-    )
-    by_mask = None
-    if tensors.mask is not None and problem.mask_grad:
-        by_mask = torch.zeros_like(tensors.mask)
-    return Gradients(by_query, by_key, by_value, by_mask)
+def plan_empty_backward(problem: Problem) -> EmptyBackward:
+    return EmptyBackward(_gradient_places(problem), problem.mask_grad)
 
 
 def plan_forward(problem: Problem, setting: Setting) -> Forward:

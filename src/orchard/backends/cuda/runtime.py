@@ -23,6 +23,7 @@ _POINTERS = {
     torch.bool: "*i8",
 }
 _NUMBERS = Numbers(*("i32",) * 8, *("fp32",) * 4)
+_HERE = nullcontext()  # the device is the current one already
 _ALIGNMENT = 16  # bytes, and the most elements that the divisor of a stride is looked for
 
 
@@ -132,7 +133,7 @@ class TritonRuntime:
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.index == torch.cuda.current_device():
-            return nullcontext()
+            return _HERE
         return torch.cuda.device(device)
 
     def launch(self, step: Step, *tensors: Tensor | None) -> None:
