@@ -106,8 +106,8 @@ def test_the_config_that_is_there_is_tried_first() -> None:
         assert len(set(found)) == len(found) > 8
 
 
-def test_blocks_of_fp32_stay_below_those_of_wgmma() -> None:
-    for role in ("forward", "decode", "rows", "grad_key_value", "grad_query"):
+def test_blocks_of_an_fp32_backward_stay_below_those_of_wgmma() -> None:
+    for role in ("decode", "rows", "grad_key_value", "grad_query"):
         for config in candidates(Entry(role, "single", "64"), Config(32, 32, 4, 2, "bf16x6")):
             assert config.rows < 64
             assert config.keys < 64

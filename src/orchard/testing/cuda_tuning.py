@@ -53,6 +53,7 @@ _GRIDS = {
     # Below the blocks that wgmma takes: see Config.
     "single": _Grid((16, 32), (16, 32), (4, 8), (1, 2), ("ieee", "bf16x6")),
 }
+_SINGLE_FORWARD = _GRIDS["single"]._replace(rows=(32, 64, 128), keys=(32, 64))
 _JOINS = _Grid((1,), (16, 32, 64), (2, 4, 8), (1,))
 
 
@@ -92,6 +93,8 @@ def candidates(entry: Entry, before: Config) -> list[Config]:
     grid = _GRIDS[entry.size]
     if entry.role == "join":
         grid = _JOINS
+    if entry.role == "forward" and entry.size == "single":
+        grid = _SINGLE_FORWARD
     if entry.role == "decode":
         grid = grid._replace(rows=(before.rows,))
     return list(dict.fromkeys([before, *(Config(*values) for values in product(*grid))]))

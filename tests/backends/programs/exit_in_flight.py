@@ -16,6 +16,7 @@ import torch
 from programs.problems import ASSORTED, PLAIN, exercise, forward, normal, wait_until_inside
 
 from orchard.attention.ops import forward_op
+from orchard.attention.problem import Tensors
 
 OPERAND = normal(1, 1, 1024, 64).expand(1, 8, 1024, 64)
 SHORT = [exercise(case).tensors.query for case in ASSORTED[:4]]
@@ -34,7 +35,8 @@ def call_forever(call: Callable[[], object]) -> threading.Thread:
 def leave_during_long_calls() -> None:
     """Every thread is seen inside a forward or a backward before the main thread ends."""
     leaf = OPERAND.detach().requires_grad_()
-    out, _ = forward_op(leaf, leaf, leaf, None, None, *PLAIN, False, True, False, grad=True)
+    tensors = Tensors(leaf, leaf, leaf, None, None)
+    out, _ = forward_op(tensors, PLAIN, return_lse=False, grad=True, mask_grad=False)
 
     def backward() -> None:
         torch.autograd.grad(out, leaf, OPERAND, retain_graph=True)

@@ -41,8 +41,10 @@ class Exercise:
         if mask is not None and self.mask_grad:
             mask = mask.detach().requires_grad_()
             leaves.append(mask)
-        options = (*self.settings, True, True, self.mask_grad)
-        out, lse = forward_op(*leaves[:3], mask, seed, *options, grad=True)
+        tensors = Tensors(*leaves[:3], mask, seed)
+        out, lse = forward_op(
+            tensors, self.settings, return_lse=True, grad=True, mask_grad=self.mask_grad
+        )
         outputs, grads = [out], [self.upstream.out]
         if self.upstream.lse is not None:
             outputs.append(lse)
@@ -160,8 +162,8 @@ def long_operand(seconds: float) -> Tensor:
 
 def forward(operand: Tensor) -> Tensor:
     """By itself, without lse."""
-    flags = (False, False, False)
-    out, _ = forward_op(operand, operand, operand, None, None, *PLAIN, *flags, grad=False)
+    tensors = Tensors(operand, operand, operand, None, None)
+    out, _ = forward_op(tensors, PLAIN, return_lse=False, grad=False, mask_grad=False)
     return out
 
 

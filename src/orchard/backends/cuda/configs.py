@@ -29,8 +29,8 @@ class Config(NamedTuple):
 
     `precision` is how products of fp32 operands are made: "ieee", or "bf16x6", which splits each
     operand into three bf16 numbers, 24 bits in all, and adds up six products of tensor cores.
-    Its blocks stay below the 64 rows of a wgmma product: ptxas 12.8 makes some such kernels read
-    descriptors that nothing has written.
+    In a backward its blocks stay below the 64 rows of a wgmma product: ptxas 12.8 makes some such
+    kernels read descriptors that nothing has written.
     """
 
     rows: int

@@ -198,7 +198,7 @@ def _softmax(consumer, rows, products, mask_tile, tile, top, total):
         # A row that has seen no key yet: any finite origin makes its weights 0.
         origin = gl.where(new_top == float("-inf"), 0.0, new_top)
     weights = terms.power(scores, gl.expand_dims(origin, 1))
-    fade = terms.fade(top, origin)
+    fade = terms.power(top, origin) if terms.MASK == ADDITIVE else gl.exp2(top - origin)
     total = total * fade + gl.sum(weights, axis=1)
     if terms.DROPOUT:
         plane = rows.batch * work.heads + rows.head

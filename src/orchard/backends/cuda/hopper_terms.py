@@ -11,7 +11,6 @@ NONE = gl.constexpr(0)  # kinds of masks
 BOOL = gl.constexpr(1)
 ADDITIVE = gl.constexpr(2)
 
-_HUGE = gl.constexpr(2.0**30)
 _LARGE_LSE = gl.constexpr(LSE_LIMIT.value / 2)  # the highest score of such a row may be smaller
 
 _DECLARE = """
@@ -225,36 +224,14 @@ class Terms:
         return scores
 
     @gluon.jit
-    def exponent(self, origin):
-        """With an added mask: what scores are multiplied by, and the product of `origin`.
-
-        A mask may be the lowest number of fp32, which times log2(e) would be infinite. Numbers
-        from 2^30 on lie 64 apart or more: whatever the base, their powers are 1 and next to 0.
-        """
-        base = gl.where(gl.abs(origin) < _HUGE, LOG2_E, 1.0)
-        return base, _rounded_product(origin, base)
-
-    @gluon.jit
     def power(self, scores, origin):
         """e to the score, relative to that of `origin`, which is in units of scores."""
-        if self.MASK == ADDITIVE:
-            base, power = self.exponent(origin)
-            result = gl.exp2(scores * base - power)
-        elif self.is_late():
+        if self.is_late():
             result = gl.exp2(scores * self.factor - origin)
+        elif self.MASK == ADDITIVE:
+            result = gl.exp2((scores - origin) * LOG2_E)
         else:
             result = gl.exp2(scores - origin)
-        return result
-
-    @gluon.jit
-    def fade(self, top, origin):
-        """What sums relative to `top` are multiplied by to be relative to `origin`."""
-        if self.MASK == ADDITIVE:
-            base, power = self.exponent(top)
-            new_base, new_power = self.exponent(origin)
-            result = gl.exp2(gl.where(base == new_base, power - new_power, top - origin))
-        else:
-            result = gl.exp2(top - origin)
         return result
 
     @gluon.jit
@@ -324,14 +301,6 @@ class Terms:
     def signed(self, weights, bits):
         """`weights`, but negative where dropped."""
         return _by_bits(_SIGN, weights, bits, self.threshold)
-
-
-@gluon.jit
-def _rounded_product(left, right):
-    """Not fused with what is added to it: two that are subtracted have to round the same way."""
-    return gl.inline_asm_elementwise(
-        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [left, right], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
