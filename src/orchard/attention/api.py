@@ -104,27 +104,33 @@ def attention(
     tensors, settings, squeeze = _check(
         query, key, value, mask, causal, window, scale, softcap, dropout_p, layout, backend
     )
-    query, key, value, mask, _ = tensors
-    seed = None
     if dropout_p and drop_threshold(dropout_p):
         _check_generator(generator, query)
-        seed = draw_seed(query.device, generator)
+        tensors = tensors._replace(seed=draw_seed(query.device, generator))
+    out, lse = attend(tensors, settings, layout, squeeze, bool(return_lse))
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    tensors: Tensors, settings: Settings, layout: Layout, squeeze: int, return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """A checked call on [B, H, S, D] views, answered in the layout and rank it was made with."""
+    query, key, value, mask, seed = tensors
     mask_grad = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     grad = mask_grad or _wants_grad(query, key, value)
     if forward_ad._current_level >= 0 and _has_tangent(query, key, value, mask):
         # Tangents pass through plain torch operations only.
-        operands = Tensors(query, key, value, mask, seed)
-        out, lse = define(operands, settings.options(query, key))
+        out, lse = define(tensors, settings.options(query, key))
     else:
         out, lse = forward_op(
-            query, key, value, mask, seed, *settings, bool(return_lse), grad, mask_grad, grad=grad
+            query, key, value, mask, seed, *settings, return_lse, grad, mask_grad, grad=grad
         )
     if layout == "bshd" and squeeze < 2:
         out = out.transpose(1, 2)
     if squeeze:
         first = (0,) * squeeze
         out, lse = out[first], lse[first] if return_lse else lse
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def explain(
