@@ -176,6 +176,17 @@ def test_smoothing_takes_the_mean_out() -> None:
     assert smooth.error(tensor).largest < plain.error(tensor).largest
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mean_of_large_values(dtype: torch.dtype) -> None:
+    """Values whose sum is beyond fp32 have a mean, the one that smaller values would have."""
+    tensor = make("normal").abs().clamp(max=2.0).to(dtype)
+    small, large = (quantize(t, smooth=True) for t in (tensor, tensor * 2.0**125))
+    assert small.mean is not None
+    assert large.mean is not None
+    assert torch.equal(large.mean, small.mean * 2.0**125)
+    assert torch.equal(large.data, small.data)
+
+
 @pytest.mark.parametrize("precision", [*PASS_THROUGH, *LARGEST_LEVEL])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("smooth", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -133,5 +134,9 @@ def _mean(view: Tensor) -> Tensor:
     """Mean over the sequence, fp32 [B, H, 1, D]; of an empty one 0."""
     if not view.shape[2]:
         return view.new_zeros((*view.shape[:2], 1, view.shape[3]), dtype=torch.float32)
-    # The order of the sum must not depend on the strides.
-    return view.contiguous().mean(2, keepdim=True, dtype=torch.float32)
+    ordered = view.contiguous()  # the order of the sum must not depend on the strides
+    mean = ordered.mean(2, keepdim=True, dtype=torch.float32)
+    if not math.isfinite(float(mean.sum())):  # values above 2^127 / length add up to Inf
+        share = 2.0 ** -view.shape[2].bit_length()
+        mean = (ordered.float() * share).mean(2, keepdim=True) / share
+    return mean
