@@ -452,6 +452,20 @@ def test_mode_reaches_torch() -> None:
     assert torch.equal(F.scaled_dot_product_attention(*operands()), plain)
 
 
+def test_a_mode_leaves_fp64_alone() -> None:
+    """fp64 has no quantised form: torch's call and ours are attention's, in any mode."""
+    given = [t.double() for t in operands()]
+    expected = orchard.attention(*given, causal=True)
+    extension.register_backend()
+    extension.set_quantization_mode(extension.QUANT_INT8, extension.QUANT_TENSOR_WISE)
+    direct = extension.metal_scaled_dot_product_attention(*given, is_causal=True)
+    assert torch.equal(direct, expected)
+    routed = F.scaled_dot_product_attention(*given, is_causal=True)
+    assert torch.equal(routed, expected)
+    counted = extension.get_dispatch_stats()
+    assert (counted["fp32_direct"], counted["quantized_autograd"]) == (1, 0)  # of this module
+
+
 @pytest.mark.errors
 def test_wrong_modes() -> None:
     """Unknown modes are errors, and heads that do not match are too."""

@@ -54,8 +54,8 @@ _lock = threading.Lock()
 def set_quantization_mode(precision: int, block_mode: int) -> None:
     """Quantise the attention calls of this thread from here on: QUANT_INT8 or QUANT_INT4.
 
-    While the backend is registered, torch's eager calls too. Other threads, and asyncio tasks that
-    exist already, do not see it. QUANT_NONE clears it.
+    While the backend is registered, torch's eager calls too. Calls on fp64 are served as they are.
+    Other threads, and asyncio tasks that exist already, do not see it. QUANT_NONE clears it.
     """
     _set_mode(None if precision == QUANT_NONE else _mode_settings(precision, block_mode))
 
@@ -73,8 +73,15 @@ def _set_mode(mode: Settings | None) -> None:
 def _quantised(
     mode: Settings, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
 ) -> Tensor:
+    if not _quantises(query, key, value):
+        return attention(query, key, value, **options)
     _count("quantized_autograd")
     return quantized_attention(query, key, value, config=mode, **options)
+
+
+def _quantises(*operands: Tensor) -> bool:
+    """Whether a mode concerns these operands: fp64 is asked for where accuracy is."""
+    return all(operand.dtype != torch.float64 for operand in operands)
 
 
 def _mode_settings(precision: int, block_mode: int) -> Settings:
@@ -135,7 +142,7 @@ def metal_scaled_dot_product_attention(
 ) -> Tensor:
     """torch's call, served by Orchard; quantised where this thread has a quantisation mode."""
     mode = _mode.get()
-    if mode is not None:
+    if mode is not None and _quantises(query, key, value):
         if query.ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
             raise ArgumentValueError(
                 f"key has {key.shape[-3]} heads; without enable_gqa it must have query's, "
