@@ -54,6 +54,11 @@ def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [t.to(dtype) for t in (query, key * sizes + 4.0, value * sizes)]
 
 
+def settings_in(config: Any) -> dict[str, Any]:
+    """The fields of a configuration object, by name."""
+    return {field.name: getattr(config, field.name) for field in fields(config)}
+
+
 # Names, values and defaults
 
 
@@ -84,14 +89,14 @@ def test_enums() -> None:
 
 def test_defaults() -> None:
     """Every field has its default."""
-    assert vars(BlockSizeConfig()) == {
+    assert settings_in(BlockSizeConfig()) == {
         "query_block_size": 128,
         "key_block_size": 64,
         "value_block_size": 64,
         "head_block_size": 1,
     }
     assert BlockSizeConfig(1, 2, 3) == BlockSizeConfig(1, 2, 3, 1)
-    assert vars(QuantizationConfig()) == {
+    assert settings_in(QuantizationConfig()) == {
         "precision": "int8",
         "query_precision": QuantizationPrecision.FP16,
         "key_precision": QuantizationPrecision.INT8,
@@ -108,17 +113,31 @@ def test_defaults() -> None:
         "enable_adaptive_block_sizes": True,
     }
     tensor_wise = QuantizationGranularity.TENSOR_WISE
-    assert vars(HybridGranularityConfig()) == {
+    assert settings_in(HybridGranularityConfig()) == {
         **{f"{n}_granularity": tensor_wise for n in ("query", "key", "value")},
         **{f"{n}_blocks": BlockSizeConfig() for n in ("query", "key", "value")},
         "selection_reasoning": "",
     }
-    blank = vars(TensorAnalysisMetrics())
+    blank = settings_in(TensorAnalysisMetrics())
     for name in (
         *("dynamic_range", "variance", "mean_abs_value", "tensor_size", "memory_footprint"),
         *("sparsity_ratio", "has_outliers", "quantization_error_estimate"),
     ):
         assert blank[name] == 0
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize(
+    "config",
+    [BlockSizeConfig(), HybridGranularityConfig(), QuantizationConfig(), TensorAnalysisMetrics()],
+    ids=lambda config: type(config).__name__,
+)
+def test_misspelt_fields_are_errors(config: Any) -> None:
+    """Setting a field that there is not raises, instead of being without effect."""
+    for field in fields(config):
+        setattr(config, field.name, getattr(config, field.name))
+        with pytest.raises(AttributeError, match=f"{field.name[:-1]}"):
+            setattr(config, field.name[:-1], None)
 
 
 def test_small_answers() -> None:

@@ -35,7 +35,7 @@ OUTLIER_SHARE = 0.01
 FP8_ERROR = 0.0265  # relative, of three mantissa bits on a logarithmically even magnitude
 
 
-@dataclass
+@dataclass(slots=True)
 class TensorAnalysisMetrics:
     """What was measured on a tensor."""
 

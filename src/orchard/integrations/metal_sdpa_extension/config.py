@@ -82,7 +82,7 @@ def _named(name: str, given: object, names: dict[str, _E]) -> _E:
     raise ArgumentValueError(f"{name} is {given!r}; it must be one of {allowed}")
 
 
-@dataclass
+@dataclass(slots=True)
 class BlockSizeConfig:
     """Rows of a block for each operand, and heads of a block."""
 
@@ -92,7 +92,7 @@ class BlockSizeConfig:
     head_block_size: int = 1
 
 
-@dataclass
+@dataclass(slots=True)
 class HybridGranularityConfig:
     """What hybrid selection chose, and why."""
 
@@ -105,7 +105,7 @@ class HybridGranularityConfig:
     selection_reasoning: str = ""
 
 
-@dataclass
+@dataclass(slots=True)
 class QuantizationConfig:
     """The settings of a quantised call."""
 
