@@ -13,6 +13,7 @@ from orchard.attention.api import Layout
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 from orchard.quantization.analysis import Choice, analyse, choose, finest
 from orchard.quantization.formats import (
+    LAYOUTS,
     PASS_THROUGH,
     Format,
     Granularity,
@@ -81,7 +82,7 @@ def quantize_together(
 
     `means` are taken out instead of those of the tensors.
     """
-    check_choice("layout", layout, ("bhsd", "bshd"))
+    check_choice("layout", layout, LAYOUTS)
     views = {name: four_axes(name, tensor, layout) for name, tensor in tensors.items()}
     found = dict(means or {})
     choices: dict[str, Choice] = {}
@@ -108,6 +109,7 @@ def quantize_together(
             layout=layout,
             ndim=tensors[name].ndim,
             reasoning=choice.reasoning if choice else "",
+            trusted=True,
         )
     return stored
 
