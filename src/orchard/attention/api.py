@@ -264,7 +264,7 @@ def _check(
 
     left, right, bottom_right = _check_band(causal, window)
     settings = Settings(
-        _check_number("scale", scale),
+        check_number("scale", scale),
         _check_softcap(softcap),
         _check_dropout(dropout_p),
         left,
@@ -325,7 +325,8 @@ def _check_band(causal: Causal, window: tuple[int, int] | None) -> tuple[int, in
     return left, right, causal == "bottom_right"
 
 
-def _check_number(name: str, number: float | None) -> float | None:
+def check_number(name: str, number: float | None) -> float | None:
+    """A finite number, or None."""
     if number is None:
         return None
     if isinstance(number, bool) or not isinstance(number, int | float | torch.SymFloat):
@@ -336,7 +337,7 @@ def _check_number(name: str, number: float | None) -> float | None:
 
 
 def _check_softcap(softcap: float | None) -> float:
-    number = _check_number("softcap", softcap)
+    number = check_number("softcap", softcap)
     if number is None:
         return 0.0
     if number <= 0:
@@ -345,7 +346,7 @@ def _check_softcap(softcap: float | None) -> float:
 
 
 def _check_dropout(dropout_p: float) -> float:
-    number = _check_number("dropout_p", dropout_p)
+    number = check_number("dropout_p", dropout_p)
     if number is None:
         raise ArgumentTypeError("dropout_p is None; it must be a number in [0, 1)")
     if not 0.0 <= number < 1.0:
