@@ -109,6 +109,17 @@ def test_pass_through_rounds_once(precision: Any) -> None:
     assert torch.equal(stored.dequantize(), tensor.to(PASS_THROUGH[precision]).float())
 
 
+@pytest.mark.parametrize("precision", [*PASS_THROUGH, *LARGEST_LEVEL])
+@pytest.mark.parametrize("dtype", PASS_THROUGH.values())
+def test_what_is_stored_stays(precision: Any, dtype: torch.dtype) -> None:
+    """Changing the tensor afterwards changes nothing that was stored, or passed through."""
+    tensor = make("normal").to(dtype)
+    stored = quantize(tensor, precision)
+    before = stored.dequantize().clone()
+    tensor.zero_()
+    assert torch.equal(stored.dequantize(), before)
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "block", "row"])
 def test_a_scale_for_every_group(granularity: str) -> None:
     """The scales are those of the groups, in their order, absmax / largest level each."""

@@ -254,7 +254,10 @@ class QuantizedTensor:
         return unpack_int4(self.data, self.head_dim)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, shaped as the tensor they came from; in its dtype unless another is asked."""
+        """The values, shaped as the tensor they came from; in its dtype unless another is asked.
+
+        Values that are stored in that dtype as they are come as a view of `data`.
+        """
         values = self.levels().float()
         if self.scales is not None:
             rows = self.data.shape[:3]

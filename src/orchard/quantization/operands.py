@@ -40,7 +40,7 @@ def quantize(
     strategy: Strategy = "balanced",
     layout: Layout = "bhsd",
 ) -> QuantizedTensor:
-    """A tensor [B, H, S, D] (or [H, S, D], [S, D]) stored in fewer bits.
+    """A tensor [B, H, S, D] (or [H, S, D], [S, D]) stored in fewer bits, in memory of its own.
 
     Args:
         tensor: fp32, fp16 or bf16, of any strides; it must be finite.
@@ -67,7 +67,10 @@ def quantize(
         adaptive_blocks,
         strategy,
     )
-    return quantize_together({"tensor": tensor}, {"tensor": form}, layout)["tensor"]
+    stored = quantize_together({"tensor": tensor}, {"tensor": form}, layout)["tensor"]
+    if stored.mean is None and PASS_THROUGH.get(precision) == tensor.dtype:
+        stored = replace(stored, data=stored.data.clone(), trusted=True)  # it was a view of tensor
+    return stored
 
 
 def quantize_together(
