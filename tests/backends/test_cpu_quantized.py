@@ -146,6 +146,19 @@ def test_large_scales_that_do_not_meet(isa: str, rows: int) -> None:
     check(given, QuantizationConfig(smooth_key=False), torch.float32, {})
 
 
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("query", ["fp32", "int8"])
+@pytest.mark.parametrize("key", ["int8", "int4"])
+def test_zero_points_far_from_the_values(isa: str, key: Any, query: Any, rows: int) -> None:
+    """Keys near 0 beside one large value keep their digits, though their levels are large."""
+    given = operands((1, 2, 2, rows, 40, 512, 16))
+    given[0] = given[0] + 2.0
+    given[1] = given[1] * 1e-3
+    given[1][..., 0] = 50.0
+    config = QuantizationConfig(query, key, "fp32", symmetric=False, smooth_key=False)
+    check(given, config, torch.float32, {})
+
+
 def one_key_above(gap: float) -> list[Tensor]:
     """Every row's first key is so far above the others, and the values have a mean."""
     source = Generator().manual_seed(4)
