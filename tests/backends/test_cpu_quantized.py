@@ -126,6 +126,39 @@ def test_options(isa: str, name: str, sizes: str, config: str) -> None:
     check(operands(SIZES[sizes]), CONFIGS[config], torch.float32, OPTIONS[name])
 
 
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("small", [0, 1], ids=["small query", "small key"])
+def test_scales_far_apart(isa: str, small: int, config: QuantizationConfig, rows: int) -> None:
+    """Products of 1e-37 and 1e37 are of ordinary size; nothing overflows on the way to them."""
+    given = operands((1, 2, 2, rows, 70, 32, 16))
+    given[small], given[1 - small] = given[small] * 1e-37, given[1 - small] * 1e37
+    check(given, config, torch.float32, {})
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_large_scales_that_do_not_meet(isa: str, rows: int) -> None:
+    """Large levels that only zeros are multiplied with add nothing, not 0 * Inf."""
+    given = operands((1, 2, 2, rows, 70, 32, 16))
+    given[0][..., 0], given[1][..., 0] = 1e37, 0.0
+    given[0][..., 1], given[1][..., 1] = 0.0, 1e37
+    given[0][..., 2:], given[1][..., 2:] = 0.0, 0.0
+    check(given, QuantizationConfig(smooth_key=False), torch.float32, {})
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("query", ["fp32", "int8"])
+@pytest.mark.parametrize("key", ["int8", "int4"])
+def test_zero_points_far_from_the_values(isa: str, key: Any, query: Any, rows: int) -> None:
+    """Keys near 0 beside one large value keep their digits, though their levels are large."""
+    given = operands((1, 2, 2, rows, 40, 512, 16))
+    given[0] = given[0] + 2.0
+    given[1] = given[1] * 1e-3
+    given[1][..., 0] = 50.0
+    config = QuantizationConfig(query, key, "fp32", symmetric=False, smooth_key=False)
+    check(given, config, torch.float32, {})
+
+
 def one_key_above(gap: float) -> list[Tensor]:
     """Every row's first key is so far above the others, and the values have a mean."""
     source = Generator().manual_seed(4)

@@ -143,7 +143,7 @@ def call_of(name: str, path: str) -> tuple[list[Tensor], dict[str, Any]]:
 
 def exact_tensors(plan: QuantizedPlan) -> tuple[Tensors, Options]:
     """What the call computes by its definition: the dequantised values, and settled options."""
-    settled = kernel_calls.attention_plan(plan.call).problem.options
+    settled = plan.call.plain.problem.options
     query, key, value = (operand.stored.dequantize(torch.float32) for operand in plan.call[:3])
     seed = draw_seed(torch.device("cpu"), Generator().manual_seed(SEED))
     mask = kernel_calls.mask_of(plan.call)

@@ -54,6 +54,11 @@ def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [t.to(dtype) for t in (query, key * sizes + 4.0, value * sizes)]
 
 
+def settings_in(config: Any) -> dict[str, Any]:
+    """The fields of a configuration object, by name."""
+    return {field.name: getattr(config, field.name) for field in fields(config)}
+
+
 # Names, values and defaults
 
 
@@ -84,14 +89,20 @@ def test_enums() -> None:
 
 def test_defaults() -> None:
     """Every field has its default."""
-    assert vars(BlockSizeConfig()) == {
+    assert settings_in(BlockSizeConfig()) == {
         "query_block_size": 128,
         "key_block_size": 64,
         "value_block_size": 64,
         "head_block_size": 1,
     }
-    assert BlockSizeConfig(1, 2, 3) == BlockSizeConfig(1, 2, 3, 1)
-    assert vars(QuantizationConfig()) == {
+    assert BlockSizeConfig(1, 2, 3) == BlockSizeConfig(q_blk=1, k_blk=2, v_blk=3, h_blk=1)
+    assert settings_in(BlockSizeConfig(5, 6, v_blk=7, h_blk=8)) == {
+        "query_block_size": 5,
+        "key_block_size": 6,
+        "value_block_size": 7,
+        "head_block_size": 8,
+    }
+    assert settings_in(QuantizationConfig()) == {
         "precision": "int8",
         "query_precision": QuantizationPrecision.FP16,
         "key_precision": QuantizationPrecision.INT8,
@@ -108,17 +119,42 @@ def test_defaults() -> None:
         "enable_adaptive_block_sizes": True,
     }
     tensor_wise = QuantizationGranularity.TENSOR_WISE
-    assert vars(HybridGranularityConfig()) == {
+    assert settings_in(HybridGranularityConfig()) == {
         **{f"{n}_granularity": tensor_wise for n in ("query", "key", "value")},
         **{f"{n}_blocks": BlockSizeConfig() for n in ("query", "key", "value")},
         "selection_reasoning": "",
     }
-    blank = vars(TensorAnalysisMetrics())
+    blank = settings_in(TensorAnalysisMetrics())
     for name in (
         *("dynamic_range", "variance", "mean_abs_value", "tensor_size", "memory_footprint"),
         *("sparsity_ratio", "has_outliers", "quantization_error_estimate"),
     ):
         assert blank[name] == 0
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize(
+    "config",
+    [BlockSizeConfig(), HybridGranularityConfig(), QuantizationConfig(), TensorAnalysisMetrics()],
+    ids=lambda config: type(config).__name__,
+)
+def test_misspelt_fields_are_errors(config: Any) -> None:
+    """Setting a field that there is not raises, instead of being without effect."""
+    for field in fields(config):
+        setattr(config, field.name, getattr(config, field.name))
+        with pytest.raises(AttributeError, match=f"{field.name[:-1]}"):
+            setattr(config, field.name[:-1], None)
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize(
+    ("sizes", "named"), [((64,), {}), ((), {"h_blk": 2}), ((1, 2, 3), {"z": 1}), ((1,) * 5, {})]
+)
+def test_block_sizes_are_none_or_all(sizes: tuple[int, ...], named: dict[str, int]) -> None:
+    """One size says nothing about the others, and is refused."""
+    make: Any = BlockSizeConfig
+    with pytest.raises(TypeError, match="argument"):
+        make(*sizes, **named)
 
 
 def test_small_answers() -> None:
@@ -200,7 +236,7 @@ def test_block_size_takes_effect(field: str) -> None:
     """Each size of a block changes the result."""
     base = QuantizationConfig(**BLOCKS, query_precision=QuantizationPrecision.INT8)
     other = QuantizationConfig(**BLOCKS, query_precision=QuantizationPrecision.INT8)
-    other.block_sizes = BlockSizeConfig(**{field: 2 if field == "head_block_size" else 7})
+    setattr(other.block_sizes, field, 2 if field == "head_block_size" else 7)
     assert not torch.equal(unified(*operands(), base), unified(*operands(), other))
 
 
@@ -254,6 +290,7 @@ def test_unknown_strings_and_values_are_errors() -> None:
         "output_precision": "fp32",
         "hybrid_strategy": -1,
         "is_causal": 1,
+        "scale": "a",
         "enable_mixed_precision": None,
         "force_symmetric_quantization": 0,
         "enable_per_tensor_granularity": "yes",
@@ -388,6 +425,56 @@ def test_rope(batch: int | None) -> None:
         )
 
 
+@pytest.mark.parametrize("rank", [2, 3])
+def test_rope_with_fewer_axes(rank: int) -> None:
+    """Heads without a batch axis, or one head, are turned as the same ones with four axes."""
+    given = [t[:1, : 4 if rank == 3 else 1] for t in operands()]
+    cos, sin = torch.randn(2, 150, 32)
+    expected = extension.rope_scaled_dot_product_attention(*given, cos, sin)
+    for tables in ((cos, sin), (cos[None], sin[None])):
+        few = [t[(0,) * (4 - rank)] for t in given]
+        found = extension.rope_scaled_dot_product_attention(*few, *tables)
+        assert torch.equal(found, expected[(0,) * (4 - rank)])
+    with pytest.raises(ArgumentValueError, match=r"rope_cos has shape \[4, 150, 32\]; it must"):
+        extension.rope_scaled_dot_product_attention(*few, cos.expand(4, -1, -1), sin)
+
+
+def test_fp64_is_turned_in_fp64() -> None:
+    """What rotates does not round fp64 to fp32."""
+    given = [t.double() for t in operands()]
+    cos, sin = torch.randn(2, 150, 32, dtype=torch.float64)
+    pairs = torch.stack((-given[0][..., 1::2], given[0][..., 0::2]), -1).flatten(-2)
+    query = given[0] * cos + pairs * sin
+    pairs = torch.stack((-given[1][..., 1::2], given[1][..., 0::2]), -1).flatten(-2)
+    expected = orchard.attention(query, given[1] * cos + pairs * sin, given[2])
+    assert torch.equal(extension.rope_scaled_dot_product_attention(*given, cos, sin), expected)
+    third = torch.full((8,), 1.0 / 3.0, dtype=torch.float64)
+    extension.hadamard_rotate(third, 8)
+    assert third[0] == (torch.full((8,), 1.0 / 3.0, dtype=torch.float64).sum() / 8.0**0.5)
+
+
+@pytest.mark.errors
+def test_wrong_rotations() -> None:
+    """What cannot be rotated is refused by its name, not somewhere inside torch."""
+    query, key, value = operands()
+    table, wrong = torch.ones(150, 31), [1.0]
+    odd: Any = (query[..., :31], key[..., :31], value, table)
+    with pytest.raises(
+        ArgumentValueError, match=r"shape \[2, 4, 150, 31\]; .* the last of them even"
+    ):
+        extension.rope_scaled_dot_product_attention(*odd, table)
+    rope: Any = extension.rope_scaled_dot_product_attention
+    with pytest.raises(ArgumentTypeError, match=r"rope_sin is \[1\.0\]; it must be a torch"):
+        rope(query, key, value, torch.ones(150, 32), wrong)
+    rotate: Any = extension.hadamard_rotate
+    for thing in (wrong, torch.arange(8), torch.tensor(1.0)):
+        with pytest.raises(ArgumentTypeError, match=r"tensor is .* it must be a floating tensor"):
+            rotate(thing, 8)
+    with pytest.raises(ArgumentValueError, match=r"block_size is 8\.0; it must be a power of 2"):
+        rotate(torch.ones(8), 8.0)
+    assert rotate(torch.ones(2, 0), 8).shape == (2, 0)
+
+
 def test_hadamard() -> None:
     """In place on any strides, its own inverse, and the matrix's first rows are known."""
     tensor = torch.zeros(3, 32, 2).transpose(1, 2)
@@ -452,13 +539,34 @@ def test_mode_reaches_torch() -> None:
     assert torch.equal(F.scaled_dot_product_attention(*operands()), plain)
 
 
+def test_a_mode_leaves_fp64_alone() -> None:
+    """fp64 has no quantised form: torch's call and ours are attention's, in any mode."""
+    given = [t.double() for t in operands()]
+    expected = orchard.attention(*given, causal=True)
+    extension.register_backend()
+    extension.set_quantization_mode(extension.QUANT_INT8, extension.QUANT_TENSOR_WISE)
+    direct = extension.metal_scaled_dot_product_attention(*given, is_causal=True)
+    assert torch.equal(direct, expected)
+    routed = F.scaled_dot_product_attention(*given, is_causal=True)
+    assert torch.equal(routed, expected)
+    counted = extension.get_dispatch_stats()
+    assert (counted["fp32_direct"], counted["quantized_autograd"]) == (1, 0)  # of this module
+
+
 @pytest.mark.errors
 def test_wrong_modes() -> None:
     """Unknown modes are errors, and heads that do not match are too."""
-    with pytest.raises(ArgumentValueError, match="precision is 1; it must be QUANT_NONE"):
-        extension.set_quantization_mode(1, 0)
-    with pytest.raises(ArgumentValueError, match="block_mode is 7; it must be one of"):
-        extension.set_quantization_mode(3, 7)
+    wrong: Any
+    for wrong in (1, 3.0, True, "int8"):
+        with pytest.raises(ArgumentValueError, match=f"precision is {wrong!r}; .* QUANT_NONE"):
+            extension.set_quantization_mode(wrong, 0)
+    for wrong in (7, "junk", True):
+        with pytest.raises(ArgumentValueError, match=f"block_mode is {wrong!r}; it must be one of"):
+            extension.set_quantization_mode(extension.QUANT_NONE, wrong)
+    with pytest.raises(ArgumentValueError, match=r"target_precision is 0; .* QUANT_INT8 \(3\)"):
+        mode_answer(extension.QUANT_NONE, 0)
+    with pytest.raises(ArgumentValueError, match="quant_mode is 9; it must be one of"):
+        mode_answer(extension.QUANT_INT8, 9)
     with pytest.raises(ArgumentValueError, match="block_mode is HYBRID"):
         extension.set_quantization_mode(3, 3)
     extension.set_quantization_mode(3, 0)

@@ -39,6 +39,24 @@ def test_measured_by_hand() -> None:
     assert found.quantization_error_estimate == pytest.approx(step**2 / 12, rel=1e-5)
 
 
+@pytest.mark.parametrize("power", [-149, -110, -60, 60, 110, 117])
+def test_any_magnitude(power: int) -> None:
+    """A tensor times a power of 2 has the same ratios, and moments that are multiplied so."""
+    drawn = torch.randint(-7, 8, (1, 2, 64, 16), generator=torch.Generator().manual_seed(0))
+    values = drawn.float() * (2.0 ** (torch.arange(64) % 7))[:, None]
+    by = 2.0**power
+    known, found = analyse(values), analyse(values.double().mul(by).float())
+    assert found.peak_ratios == known.peak_ratios
+    assert found.has_outliers == known.has_outliers
+    assert found.dynamic_range == known.dynamic_range * by
+    assert found.mean_abs_value == known.mean_abs_value * by
+    assert found.variance == pytest.approx(known.variance * by**2, rel=1e-6)
+    expected = known.quantization_error_estimate * by**2
+    assert found.quantization_error_estimate == pytest.approx(expected, rel=1e-6)
+    assert choose(known, "int8", "balanced").granularity == "row"
+    assert choose(found, "int8", "balanced").granularity == "row"
+
+
 def test_outliers() -> None:
     """More than one magnitude in a hundred beyond Q3 + 1.5 * (Q3 - Q1)."""
     even = torch.linspace(0.0, 1.0, 1000).view(1, 1, 10, 100)

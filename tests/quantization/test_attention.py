@@ -342,7 +342,7 @@ class TestPlan:
             seen.append(call)
             return engines.Served(torch.full((2, 4, 21, 20), 7.0), None)
 
-        mine = engines.Engine("sevens", "answers 7", reasons, serve, lambda call: None)
+        mine = engines.Engine("sevens", "seven", "answers 7", reasons, serve, lambda call: None)
         monkeypatch.setattr(engines, "ENGINES", (mine, *engines.ENGINES))
         given = operands(torch.bfloat16)
         out = quantized_attention(*given, softcap=2.0)
@@ -359,7 +359,7 @@ class TestPlan:
         given = operands()
         orchard.stats(reset=True)
         quantized_attention(*given, backend="reference")
-        assert orchard.stats()["calls"] == {"forward": {"reference": 1}}
+        assert orchard.stats()["calls"]["forward"] == {"reference": 1}
         with pytest.raises(NotServedError, match="does not run on cpu"):
             quantized_attention(*given, backend="metal")
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -214,6 +217,119 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     save(tmp_path / "tensors", {"key": quantize(torch.ones(2, 2))})
     with pytest.raises(ArgumentValueError, match=r"must be a file of KVCache\.save"):
         KVCache.load(tmp_path / "tensors")
+
+
+def lose_rows(about: Any, parts: dict[str, Tensor]) -> None:
+    for name in ("value.data", "value.scales"):
+        parts[name] = parts[name][:, :, :2].contiguous()
+
+
+MALFORMED: dict[str, tuple[Callable[[Any, dict[str, Tensor]], object], str]] = {
+    # name: (what is done to the description and to the tensors, words of the error)
+    "group of 0": (
+        lambda about, _: about["tensors"]["key"].update(group=[0, 1, 1]),
+        "tensor 'key' is wrong: group is 0; it must be at least 1",
+    ),
+    "group of four": (
+        lambda about, _: about["tensors"]["key"].update(group=[1, 1, 1, 1]),
+        "group is .* it must be three sizes",
+    ),
+    "no group": (
+        lambda about, _: about["tensors"]["key"].update(group=7),
+        "group is 7; it must be of type list",
+    ),
+    "unknown dtype": (
+        lambda about, _: about["tensors"]["value"].update(dtype="nn"),
+        "tensor 'value' is wrong: dtype is 'nn'; it must be one of 'float32'",
+    ),
+    "missing field": (
+        lambda about, _: about["tensors"]["key"].pop("ndim"),
+        "ndim is None; it must be of type int",
+    ),
+    "field of another type": (
+        lambda about, _: about["tensors"]["key"].update(ndim=True),
+        "ndim is True; it must be of type int",
+    ),
+    "too few axes": (
+        lambda about, _: about["tensors"]["key"].update(ndim=3),
+        "ndim is 3; it must be 4 for data of 2 batch entries",
+    ),
+    "layout": (
+        lambda about, _: about["tensors"]["key"].update(layout="zz"),
+        "layout is 'zz'; it must be one of",
+    ),
+    "another layout": (
+        lambda about, _: about["tensors"]["key"].update(layout="bshd"),
+        "key has precision, symmetric, smooth, layout and ndim .*'bshd'",
+    ),
+    "unknown precision": (
+        lambda about, _: about["tensors"]["key"]["format"].update(precision="int9"),
+        "precision is 'int9'",
+    ),
+    "unknown setting": (
+        lambda about, _: about["tensors"]["key"]["format"].update(colour=1),
+        "unexpected keyword argument 'colour'",
+    ),
+    "no description": (lambda about, _: about.pop("tensors"), "tensors is None; it must be"),
+    "missing tensor": (lambda about, _: about["tensors"].pop("key"), "it must hold key and value"),
+    "missing part": (lambda _, parts: parts.pop("key.scales"), "scales is None; it must be"),
+    "missing mean": (lambda _, parts: parts.pop("key.mean"), "mean is None; it must be"),
+    "missing data": (lambda _, parts: parts.pop("value.data"), "data is None; it must be"),
+    "NaN scales": (lambda _, parts: parts["key.scales"].fill_(torch.nan), "scales holds NaN"),
+    "negative scales": (lambda _, parts: parts["key.scales"].neg_(), "scales are from -"),
+    "NaN mean": (lambda _, parts: parts["key.mean"].fill_(torch.nan), "mean holds NaN"),
+    "two lengths": (lose_rows, "value has batch, heads and length .* they must be key's"),
+    "unknown configuration": (
+        lambda about, _: about["config"].update(key_precison="int8"),
+        "cache is wrong: .*'key_precison'",
+    ),
+    "wrong configuration": (
+        lambda about, _: about["config"].update(granularity="head"),
+        "cache is wrong: granularity is 'head'",
+    ),
+    "another configuration": (
+        lambda about, _: about["config"].update(key_precision="int4"),
+        "key has precision, symmetric, .*'int8'.* they must be the cache's, .*'int4'",
+    ),
+    "layout of the cache": (
+        lambda about, _: about.update(layout=3),
+        "cache is wrong: layout is 3; it must be of type str",
+    ),
+}
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize("name", [None, *MALFORMED])
+def test_malformed_files(name: str | None, tmp_path: Path) -> None:
+    """A file that does not fit is refused by a message that names it and the field."""
+    path, other = tmp_path / "cache", tmp_path / "other"
+    cache = KVCache()
+    cache.append(torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 4))
+    cache.save(path)
+    with safe_open(path, framework="pt") as file:
+        ((key, text),) = file.metadata().items()
+        parts = {part: file.get_tensor(part) for part in file.keys()}  # noqa: SIM118 - no mapping
+    about = json.loads(text)
+    if name is not None:
+        MALFORMED[name][0](about, parts)
+    save_file(parts, other, metadata={key: json.dumps(about)})
+    if name is None:
+        assert same(KVCache.load(other).key, cache.key)
+        return
+    with pytest.raises(ArgumentValueError, match=f"path is .*other.*{MALFORMED[name][1]}"):
+        KVCache.load(other)
+
+
+@pytest.mark.errors
+def test_files_of_another_kind(tmp_path: Path) -> None:
+    """What is no safetensors file, or holds no JSON, is refused by its path."""
+    path = tmp_path / "noise"
+    path.write_bytes(b"\0" * 100)
+    with pytest.raises(ArgumentValueError, match=r"path is .*noise.*no safetensors file"):
+        load(path)
+    save_file({}, path, metadata={"orchard.quantized/1": "{"})
+    with pytest.raises(ArgumentValueError, match=r"path is .*noise.*its description is wrong"):
+        load(path)
 
 
 def test_without_safetensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

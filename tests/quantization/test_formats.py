@@ -109,6 +109,17 @@ def test_pass_through_rounds_once(precision: Any) -> None:
     assert torch.equal(stored.dequantize(), tensor.to(PASS_THROUGH[precision]).float())
 
 
+@pytest.mark.parametrize("precision", [*PASS_THROUGH, *LARGEST_LEVEL])
+@pytest.mark.parametrize("dtype", PASS_THROUGH.values())
+def test_what_is_stored_stays(precision: Any, dtype: torch.dtype) -> None:
+    """Changing the tensor afterwards changes nothing that was stored, or passed through."""
+    tensor = make("normal").to(dtype)
+    stored = quantize(tensor, precision)
+    before = stored.dequantize().clone()
+    tensor.zero_()
+    assert torch.equal(stored.dequantize(), before)
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "block", "row"])
 def test_a_scale_for_every_group(granularity: str) -> None:
     """The scales are those of the groups, in their order, absmax / largest level each."""
@@ -174,6 +185,17 @@ def test_smoothing_takes_the_mean_out() -> None:
     rounding = EPS * (127 * step + exact.abs() + smooth.mean.double().abs())
     assert (off <= step / 2 + rounding).all()
     assert smooth.error(tensor).largest < plain.error(tensor).largest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mean_of_large_values(dtype: torch.dtype) -> None:
+    """Values whose sum is beyond fp32 have a mean, the one that smaller values would have."""
+    tensor = make("normal").abs().clamp(max=2.0).to(dtype)
+    small, large = (quantize(t, smooth=True) for t in (tensor, tensor * 2.0**125))
+    assert small.mean is not None
+    assert large.mean is not None
+    assert torch.equal(large.mean, small.mean * 2.0**125)
+    assert torch.equal(large.data, small.data)
 
 
 @pytest.mark.parametrize("precision", [*PASS_THROUGH, *LARGEST_LEVEL])
@@ -299,6 +321,65 @@ def test_wrong_parts_are_refused() -> None:
         wrong: dict[str, Any] = {name: part}
         with pytest.raises(ArgumentValueError, match=f"{name} is .* it must be"):
             replace(stored, **wrong)
+
+
+TAMPERED: dict[str, tuple[str, dict[str, Any], str]] = {
+    # name: (precision, what is put in, words of the error)
+    "group of 0": ("int8", {"group": (0, 1, 1)}, "group is 0; it must be at least 1"),
+    "group of two": ("int8", {"group": (1, 1)}, r"group is \(1, 1\); it must be three sizes"),
+    "another group": ("int8", {"group": (1, 1, 4)}, r"scales is .* it must be .* \[2, 3, 10\]"),
+    "dtype": ("int8", {"dtype": torch.int8}, "dtype is torch.int8; it must be torch.float32"),
+    "no dtype": ("int8", {"dtype": torch.nn}, "dtype is <module.*it must be torch.float32"),
+    "layout": ("int8", {"layout": "sbhd"}, "layout is 'sbhd'; it must be one of"),
+    "ndim": ("int8", {"ndim": 5}, "ndim is 5; it must be 2, 3 or 4"),
+    "too few axes": ("int8", {"ndim": 3}, "ndim is 3; it must be 4 for data of 2 batch entries"),
+    "head_dim": ("int8", {"head_dim": 32}, r"data is .* it must be .*\[2, 3, 37, 32\]"),
+    "negative head_dim": ("int4", {"head_dim": -1}, "head_dim is -1; it must be a size"),
+    "format": ("int8", {"format": "int8"}, "format is 'int8'; it must be a Format"),
+    "no data": ("int8", {"data": None}, "data is None; it must be a tensor with 4 axes"),
+    "flat data": ("int8", {"data": torch.ones(3)}, r"data is of shape \[3\]; it must be a tensor"),
+    "scales too many": ("bf16", {"scales": torch.ones(2, 3, 5)}, "scales is given; it must be Non"),
+    "zeros too many": (
+        "int8",
+        {"zero_points": torch.zeros(2, 3, 5, dtype=torch.int8)},
+        "zero_points is given; it must be None",
+    ),
+    "mean too many": ("int8", {"mean": torch.zeros(2, 3, 1, 33)}, "mean is given; it must be None"),
+    "two devices": ("int8", {"scales": torch.ones(2, 3, 5, device="meta")}, "scales is on meta"),
+    "NaN scale": ("int8", {"scales": torch.full((2, 3, 5), torch.nan)}, "scales holds NaN or Inf"),
+    "Inf scale": ("fp8", {"scales": torch.full((2, 3, 5), torch.inf)}, "scales holds NaN or Inf"),
+    "scale of 0": ("int8", {"scales": torch.zeros(2, 3, 5)}, "scales are from 0 to 0; they must"),
+    "negative": ("int4", {"scales": -torch.ones(2, 3, 5)}, "scales are from -1 to -1; they must"),
+    "large scale": ("int8", {"scales": torch.full((2, 3, 5), 1e38)}, "scales are from 1e"),
+    "NaN value": ("bf16", {"data": torch.full(SHAPE, torch.nan).bfloat16()}, "data holds NaN"),
+    "NaN level": (
+        "fp8",
+        {"data": torch.full(SHAPE, torch.nan).to(torch.float8_e4m3fn)},
+        "data holds NaN",
+    ),
+}
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize("name", TAMPERED)
+def test_tampered_tensors_are_refused(name: str) -> None:
+    """What is wrong is said by its name, and nothing wrong passes."""
+    precision, wrong, words = TAMPERED[name]
+    stored = quantize(make("normal"), precision, "block", BLOCK)
+    assert torch.equal(replace(stored).dequantize(), stored.dequantize())
+    with pytest.raises((ArgumentValueError, ArgumentTypeError), match=words):
+        replace(stored, **wrong)
+
+
+@pytest.mark.parametrize("precision", LARGEST_LEVEL)
+@pytest.mark.parametrize("size", [0.0, 1e-40, 2.0**126])
+def test_every_quantised_tensor_passes_the_checks(precision: Any, size: float) -> None:
+    """The smallest and the largest scale that there are can be put together again."""
+    for symmetric in (True,) if precision == "fp8" else (True, False):
+        tensor = torch.full((1, 2, 5, 4), size)
+        tensor[:, 0] *= -1.0
+        stored = quantize(tensor, precision, "tensor", symmetric=symmetric)
+        assert torch.equal(replace(stored).dequantize(), stored.dequantize())
 
 
 @pytest.mark.errors

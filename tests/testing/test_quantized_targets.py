@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from orchard.cli import main
 from orchard.quantization import QuantizationConfig
 from orchard.testing import targets
 from orchard.testing.benchmark import Case, Check
@@ -16,6 +18,7 @@ from orchard.testing.targets import Finding, Kind, Target, cells, measure_case
 
 pytestmark = pytest.mark.cli
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TINY = Case("tiny", 1, 2, 2, 8, 8, 32, 32, torch.bfloat16)
 INT8 = Quantised(QuantizationConfig(key_precision="int8", value_precision="int8"))
 
@@ -84,3 +87,20 @@ def test_a_wrong_quantised_result_has_no_number(
 def test_what_is_quantised_has_to_be_said() -> None:
     with pytest.raises(ValueError, match="work: a target of kind bytes needs `quantised`"):
         measure_case(replace(_target("bytes"), quantised=None), TINY, "auto", 0.001)
+
+
+def test_the_table_says_what_its_numbers_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ratios are not torch's time over ours, and neither title nor plot says so."""
+    path = tmp_path / "quantized.jsonl"
+    path.write_text((RESULTS / "quantized.jsonl").read_text())
+    before = path.read_text()
+    words = ["bench", "--preset", "quantized", f"--out={tmp_path}", "--resume", "--plot=svg"]
+    assert main(words) == 0
+    assert path.read_text() == before
+    said, drawn = capsys.readouterr().out, (tmp_path / "quantized.svg").read_text()
+    assert "time of what the line names / ours in few bits" in said
+    assert "torch's time / ours" not in said
+    assert "bytes in few bits / bytes in bf16" in drawn
+    assert "torch's time" not in drawn

@@ -40,10 +40,12 @@ ORCHARD_INLINE void foresee(const Lines &lines, const char *line, int64_t count)
       __builtin_prefetch(line + count * lines.step + at, 0, 2);
 }
 
-// scores[j][r] = query[r] . line[j], where scores of a key lie `step` from those of the next
-template <int32_t kDtype, int kRows>
-static void decode_scores(const Lines &lines, int64_t count, const float *query, int64_t step,
-                          float *scores) {
+// scores[j][r] = query[r] . (line[j] - zeros[j]), where scores of a key lie `step` from those of
+// the next. Zeros are taken out of each level: from the whole product they would take its digits
+// too.
+template <int32_t kDtype, int kRows, bool kZeros>
+static void decode_scores(const Lines &lines, const float *zeros, int64_t count, const float *query,
+                          int64_t step, float *scores) {
   constexpr int kAtOnce = kRows > 2 ? 2 : 4;
   constexpr int64_t kBytes = kVectorBytes<kDtype>;
   const int64_t ld = lines.vectors * kLanes;
@@ -57,7 +59,8 @@ static void decode_scores(const Lines &lines, int64_t count, const float *query,
     for (int64_t v = 0; v < lines.vectors; ++v) {
 #pragma GCC unroll 4
       for (int n = 0; n < kAtOnce; ++n) {
-        const Floats x = widen<kDtype>(line[n] + v * kBytes);
+        Floats x = widen<kDtype>(line[n] + v * kBytes);
+        if constexpr (kZeros) x -= zeros[smaller_of(j + n, count - 1)];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) acc[n][r] += x * load(query + r * ld + v * kLanes);
       }
@@ -108,11 +111,12 @@ static void decode_values(const Lines &lines, int64_t count, int64_t step, const
   }
 }
 
-// Rows [key, key + count) of an operand as lines: in place, or as fp32 copies in `scratch`.
+// Rows [key, key + count) of an operand as lines: where they may, in place, or else as fp32 copies
+// in `scratch`.
 static Lines lines_of(const orchard_tensor &t, const Levels &levels, int64_t dim, int64_t batch,
-                      int64_t kv_head, int64_t key, int64_t count, float *scratch) {
+                      int64_t kv_head, int64_t key, int64_t count, bool in_place, float *scratch) {
   const int64_t vectors = (dim + kLanes - 1) / kLanes, ld = vectors * kLanes;
-  if (t.strides[3] == 1 && dim % kLanes == 0)
+  if (in_place && t.strides[3] == 1 && dim % kLanes == 0)
     return {row_at(t, batch, kv_head, key), t.strides[2] * element_size(t.dtype), vectors, t.dtype,
             is_levels(t)};
   read_values(t, levels, batch, kv_head, key, count, dim, ld, scratch);
@@ -122,8 +126,9 @@ static Lines lines_of(const orchard_tensor &t, const Levels &levels, int64_t dim
 // What the steps of the keys and of the query make of the products of levels.
 struct DecodeTerms {
   float scale[kLanes];  // of the query's levels, by row; 1 where it is fp32
-  float sum[kLanes];    // of the query's levels or elements
+  float sum[kLanes];    // of the query's levels; 0 where it is fp32, and zeros are taken out before
   float bias[kLanes];   // query . mean of the key
+  bool large;           // the query is not to be multiplied by levels
 };
 
 template <int kRows>
@@ -134,7 +139,7 @@ static DecodeTerms decode_terms(const Problem &p, int64_t batch, int64_t kv_head
   store(terms.scale, splat(1.0f));
   for (int r = 0; r < kRows; ++r) {
     const float *row = query + r * wide;
-    for (int64_t d = 0; d < p.dim; ++d) terms.sum[r] += row[d];
+    for (int64_t d = 0; d < p.dim; ++d) terms.large |= __builtin_fabsf(row[d]) > kLargeFactor;
     terms.bias[r] = dot_mean(p.key_levels.mean, batch, kv_head, row, p.dim);
   }
   return terms;
@@ -262,21 +267,27 @@ static void softmax_along_keys(const Scoring &how, int64_t count, float *scores,
   *total = *total * *factor + sum_of_lanes(sum);
 }
 
+// `zeros` are of levels, one for each key; NULL where there are none.
 template <int kRows>
-static void decode_scores(const Lines &keys, int64_t count, const float *query, int64_t step,
-                          float *scores) {
-  switch (keys.dtype) {
-    case ORCHARD_FLOAT32:
-      return decode_scores<ORCHARD_FLOAT32, kRows>(keys, count, query, step, scores);
-    case ORCHARD_FLOAT16:
-      return decode_scores<ORCHARD_FLOAT16, kRows>(keys, count, query, step, scores);
-    case ORCHARD_BFLOAT16:
-      return decode_scores<ORCHARD_BFLOAT16, kRows>(keys, count, query, step, scores);
-    case ORCHARD_INT8:
-      return decode_scores<ORCHARD_INT8, kRows>(keys, count, query, step, scores);
-    default:
-      return decode_scores<ORCHARD_INT4, kRows>(keys, count, query, step, scores);
-  }
+static void decode_scores(const Lines &keys, const float *zeros, int64_t count, const float *query,
+                          int64_t step, float *scores) {
+  const auto score = [&] {
+    switch (keys.dtype) {
+      case ORCHARD_FLOAT32:
+        return decode_scores<ORCHARD_FLOAT32, kRows, false>;
+      case ORCHARD_FLOAT16:
+        return decode_scores<ORCHARD_FLOAT16, kRows, false>;
+      case ORCHARD_BFLOAT16:
+        return decode_scores<ORCHARD_BFLOAT16, kRows, false>;
+      case ORCHARD_INT8:
+        return zeros == nullptr ? decode_scores<ORCHARD_INT8, kRows, false>
+                                : decode_scores<ORCHARD_INT8, kRows, true>;
+      default:
+        return zeros == nullptr ? decode_scores<ORCHARD_INT4, kRows, false>
+                                : decode_scores<ORCHARD_INT4, kRows, true>;
+    }
+  }();
+  score(keys, zeros, count, query, step, scores);
 }
 
 template <int kRows>
@@ -339,9 +350,13 @@ static void decode_rows(const Forward &f, int64_t unit, int64_t split, const For
                             p.drop_threshold == 0 && !cut_by_band(f.how, panel, key) &&
                             !cut_by_band(f.how, panel, key + count - 1);
     const int64_t step = along_keys ? 1 : kPanel;
-    bool scaled = false;
+    bool scaled = false, by_values = false;
+    if (is_levels(p.key)) {
+      steps.read(p.key_levels, batch, kv_head, key, count);
+      by_values = terms.large || steps.any_large(count);
+    }
 #if defined(__AVX512VNNI__)
-    if (by_levels) {
+    if (by_levels && !by_values) {
       const Lines keys{row_at(p.key, batch, kv_head, key), p.key.strides[2], p.dim / kLanes,
                        p.key.dtype, true};
       const auto score = p.key.dtype == ORCHARD_INT4 ? decode_level_scores<true, kRows>
@@ -351,22 +366,20 @@ static void decode_rows(const Forward &f, int64_t unit, int64_t split, const For
     }
 #endif
     if (!scaled) {
-      const Lines keys =
-          lines_of(p.key, p.key_levels, p.dim, batch, kv_head, key, count, (float *)s.key);
-      decode_scores<kRows>(keys, count, query, step, s.scores);
+      const Lines keys = lines_of(p.key, p.key_levels, p.dim, batch, kv_head, key, count,
+                                  !by_values, (float *)s.key);
+      const float *zeros = p.key_levels.zeros.data == nullptr ? nullptr : steps.zero;
+      decode_scores<kRows>(keys, zeros, count, query, step, s.scores);
       scaled = keys.scaled;
     }
-    if (scaled) {
-      steps.read(p.key_levels, batch, kv_head, key, count);
-      apply_key_steps(steps, terms, count, along_keys, s.scores);
-    }
+    if (scaled) apply_key_steps(steps, terms, count, along_keys, s.scores);
     if (along_keys)
       softmax_along_keys(f.how, count, s.scores, s.top, s.total, s.factor);
     else
       softmax<Product::fp32, 1>(p, f.how, panel, key, count, s.scores, mask, s.top, s.total,
                                 s.factor);
     const Lines values = lines_of(p.value, p.value_levels, p.value_dim, batch, kv_head, key, count,
-                                  (float *)s.value);
+                                  true, (float *)s.value);
     if (values.scaled) {
       steps.read(p.value_levels, batch, kv_head, key, count);
       apply_value_steps(steps, count, along_keys, s.factor, s.scores, offset);

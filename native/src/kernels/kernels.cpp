@@ -17,10 +17,13 @@ static void forward_task(void *context, int64_t index, void *scratch) {
   const int64_t split = index % f.splits, rest = index / f.splits;
   // Under a causal band the last rows have the most keys: they go first.
   const int64_t unit = rest / f.blocks, block = f.blocks - 1 - rest % f.blocks;
-  if (f.decode())
-    decode_unit(f, unit, split, s);
-  else
-    forward_block<kScores, kValues>(f, unit, block, split, s);
+  if (f.decode()) return decode_unit(f, unit, split, s);
+  if constexpr (kScores == Product::levels) {
+    const Place at(f, unit, 0);
+    if (any_large_scale(f.p.key_levels, at.batch, at.head / f.p.group))
+      return forward_block<Product::fp32, kValues>(f, unit, block, split, s);
+  }
+  forward_block<kScores, kValues>(f, unit, block, split, s);
 }
 
 template <Product kValues>

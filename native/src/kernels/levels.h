@@ -17,6 +17,8 @@ ORCHARD_INLINE bool is_levels(const orchard_tensor &t) {
 
 constexpr int64_t kMostTile = 128;  // keys of a tile
 constexpr int64_t kRun = 8;         // the keys that a panel sees begin at a multiple of it
+// Up to it a sum of products with levels is finite; larger ones are multiplied as fp32 values.
+constexpr float kLargeFactor = 0x1p100f;
 
 // Scales and zeros of some rows of one head, one after the other, and 0 up to a whole vector.
 struct Steps {
@@ -37,7 +39,24 @@ struct Steps {
     }
     for (int64_t j = count; j < round_up(count, kLanes); ++j) scale[j] = zero[j] = 0.0f;
   }
+
+  bool any_large(int64_t count) const {
+    Floats most = splat(0.0f);
+    for (int64_t j = 0; j < count; j += kLanes) most = larger(load(scale + j), most);
+    for (int i = 0; i < kLanes; ++i)
+      if (most[i] > kLargeFactor) return true;
+    return false;
+  }
 };
+
+// Whether a head has a scale that its levels' products must not be multiplied by.
+static bool any_large_scale(const Levels &levels, int64_t b, int64_t h) {
+  const float *scales =
+      (const float *)row_at(levels.scales, b / levels.group[0], h / levels.group[1], 0);
+  for (int64_t n = 0; n < levels.scales.sizes[2]; ++n)
+    if (scales[n * levels.scales.strides[2]] > kLargeFactor) return true;
+  return false;
+}
 
 // kLanes levels as they are stored, as fp32.
 ORCHARD_INLINE Floats widen_int8(const char *from) {

@@ -104,10 +104,18 @@ def attention(
     tensors, settings, squeeze = _check(
         query, key, value, mask, causal, window, scale, softcap, dropout_p, layout, backend
     )
-    query, key, value, mask, _ = tensors
     if dropout_p and drop_threshold(dropout_p):
         _check_generator(generator, query)
         tensors = tensors._replace(seed=draw_seed(query.device, generator))
+    out, lse = attend(tensors, settings, layout, squeeze, bool(return_lse))
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    tensors: Tensors, settings: Settings, layout: Layout, squeeze: int, return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """A checked call on [B, H, S, D] views, answered in the layout and rank it was made with."""
+    query, key, value, mask, _ = tensors
     mask_grad = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     grad = mask_grad or _wants_grad(query, key, value)
     if forward_ad._current_level >= 0 and _has_tangent(query, key, value, mask):
@@ -115,14 +123,14 @@ def attention(
         out, lse = define(tensors, settings.options(query, key))
     else:
         out, lse = forward_op(
-            tensors, settings, return_lse=bool(return_lse), grad=grad, mask_grad=mask_grad
+            tensors, settings, return_lse=return_lse, grad=grad, mask_grad=mask_grad
         )
     if layout == "bshd" and squeeze < 2:
         out = out.transpose(1, 2)
     if squeeze:
         first = (0,) * squeeze
         out, lse = out[first], lse[first] if return_lse else lse
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def explain(
@@ -256,7 +264,7 @@ def _check(
         mask = _check_mask(mask, rank, (batch, heads, rows, keys), operands)
 
     settings = Settings(
-        None if scale is None else _check_number("scale", scale),
+        None if scale is None else check_number("scale", scale),
         0.0 if softcap is None else _check_softcap(softcap),
         _check_dropout(dropout_p),
         *_check_band(causal, window),
@@ -315,7 +323,8 @@ def _check_band(causal: Causal, window: tuple[int, int] | None) -> tuple[int, in
     return left, right, causal == "bottom_right"
 
 
-def _check_number(name: str, number: float) -> float:
+def check_number(name: str, number: float) -> float:
+    """A finite number."""
     if isinstance(number, bool) or not isinstance(number, int | float | torch.SymFloat):
         raise ArgumentTypeError(f"{name} is {_a(number)}; it must be a number or None")
     if not -_LARGEST <= number <= _LARGEST:
@@ -324,7 +333,7 @@ def _check_number(name: str, number: float) -> float:
 
 
 def _check_softcap(softcap: float) -> float:
-    number = _check_number("softcap", softcap)
+    number = check_number("softcap", softcap)
     if number <= 0:
         raise ArgumentValueError(f"softcap is {softcap}; it must be positive, or None")
     return number
@@ -333,7 +342,7 @@ def _check_softcap(softcap: float) -> float:
 def _check_dropout(dropout_p: float) -> float:
     if dropout_p is None:
         raise ArgumentTypeError("dropout_p is None; it must be a number in [0, 1)")
-    number = _check_number("dropout_p", dropout_p)
+    number = check_number("dropout_p", dropout_p)
     if not 0.0 <= number < 1.0:
         raise ArgumentValueError(f"dropout_p is {dropout_p}; it must be in [0, 1)")
     return number

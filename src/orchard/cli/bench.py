@@ -333,25 +333,26 @@ def _show_table(
     args: argparse.Namespace, stored: Path, rows: Sequence[Row], facts: dict[str, Any]
 ) -> int:
     """The stored table and its plots; of `rows`, which are new, what is to be said."""
+    from orchard.testing.tables import TABLES
     from orchard.testing.targets import HEADERS, cells
 
-    lines = record.read(stored)
+    lines, table = record.read(stored), TABLES[args.preset]
     summaries = [line for line in lines if "found" in line]
     if not args.json:
         place = facts["gpu"] or f"{facts['cpu']}, {facts['threads']} threads"
         print_table(
-            f"{args.preset} on {place}: torch's time / ours,"
+            f"{args.preset} on {place}: {table.found},"
             " geometric mean of the cases (of one case: p20 to p80 of its rounds)",
             HEADERS,
             [cells(line) for line in summaries],
         )
         if args.details:
-            _print_rows(args.preset, rows, facts)
+            _print_rows(args.preset, rows, facts, table.rows)
     notes = Counter(row.ours.note for row in rows if row.ours.status == "not served")
     for note, count in notes.items():
         _say(args)(f"Not served, {count} of {len(rows)} cases: {note}")
     _say(args)(f"Data: {stored}")
-    _plot(args, partial(draw_targets, args.preset, summaries, facts))
+    _plot(args, partial(draw_targets, args.preset, summaries, facts, table.axes))
     if rated := rated_cases(lines):
         _plot(args, partial(draw_rates, args.preset, rated, facts), "-rates")
     _say_what_is_wrong(args, rows)
@@ -437,9 +438,11 @@ def _go_on_in_a_new_process(args: argparse.Namespace) -> int:
     return subprocess.call([sys.executable, "-m", "orchard", *words, "--resume"])
 
 
-def _print_rows(preset: str, rows: Sequence[Row], facts: dict[str, Any]) -> None:
+def _print_rows(
+    preset: str, rows: Sequence[Row], facts: dict[str, Any], what: str = "torch's time / ours"
+) -> None:
     print_table(
-        f"{preset} on {facts['gpu'] or facts['cpu']}: torch's time / ours, medians (p20-p80)",
+        f"{preset} on {facts['gpu'] or facts['cpu']}: {what}, medians (p20-p80)",
         SPEED_HEADERS,
         [speed_cells(row) for row in rows],
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,9 +134,16 @@ def title(preset: str, facts: dict[str, Any]) -> str:
 
 
 def draw_targets(
-    preset: str, summaries: Sequence[dict[str, Any]], facts: dict[str, Any], paths: Sequence[Path]
+    preset: str,
+    summaries: Sequence[dict[str, Any]],
+    facts: dict[str, Any],
+    labels: Mapping[Unit, str],
+    paths: Sequence[Path],
 ) -> None:
-    """A bar for each stored target with its cases, what it must reach and what it aims at."""
+    """A bar for each stored target with its cases, what it must reach and what it aims at.
+
+    `labels` are of axes that do not show what is usual.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -151,6 +158,7 @@ def draw_targets(
     grid = figure.subplots(len(panels), squeeze=False, height_ratios=heights)
     for axes, (unit, found) in zip(grid[:, 0], panels, strict=True):
         _panel(axes, unit, found)
+        axes.set_xlabel(labels.get(unit, AXES[unit]), color=INK, fontsize=9)
     figure.suptitle(title(preset, facts), x=0.01, ha="left", fontsize=11)
     figure.legend(handles=_legend(), loc="outside lower left", ncols=6, frameon=False, fontsize=9)
     for path in paths:
@@ -168,7 +176,6 @@ def _panel(axes: Any, unit: Unit, summaries: Sequence[dict[str, Any]]) -> None:
     else:
         axes.set_xlim(0.0, max(numbers) * 1.2)
         _plain(axes)
-    axes.set_xlabel(AXES[unit], color=INK, fontsize=9)
     for place, summary in enumerate(summaries):
         _target_bar(axes, place, summary, start=1.0 if unit == "x" else 0.0)
 

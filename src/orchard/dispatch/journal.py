@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from orchard.dispatch.backend import Reason
-
-if TYPE_CHECKING:
-    from orchard.dispatch.planner import Plan
 
 
 class Tally(NamedTuple):
@@ -20,6 +17,15 @@ class Tally(NamedTuple):
     backend: str
     kernel: str
     passed_over: tuple[tuple[str, str], ...]  # (backend, reason code) of each better choice
+
+
+class Counted(Protocol):
+    """A plan, as far as it is counted."""
+
+    @property
+    def tally(self) -> Tally: ...
+    @property
+    def passed_over(self) -> tuple[tuple[str, Reason], ...]: ...
 
 
 class Journal:
@@ -39,7 +45,7 @@ class Journal:
         self._intercepted = 0
         self._delegated: Counter[Reason] = Counter()
 
-    def served(self, plan: Plan) -> None:
+    def served(self, plan: Counted) -> None:
         with self._lock:
             self._served[plan.tally] += 1
             if plan.tally.passed_over:

@@ -6,10 +6,10 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from orchard.attention.operands import check_shapes
 from orchard.attention.problem import Problem
 from orchard.dispatch import settings
 from orchard.dispatch.backend import Backend, Capability, Reason, dtype_name
-from orchard.dispatch.journal import Journal, Tally, journal
+from orchard.dispatch.journal import Counted, Journal, Tally, journal
 from orchard.errors import (
     ArgumentValueError,
     FallbackWarning,
@@ -28,10 +28,23 @@ from orchard.errors import (
 from orchard.text import one_line, table
 
 T = TypeVar("T")
+D = TypeVar("D", bound="Decision")
 AUTO = "auto"
 _CACHED_PLANS = 4096
 _SERVES_TOO = ("order", "measured")  # reasons of a backend that could serve, but need not
 _NO_FALL_BACK = ("device", "on_request", "measured")
+
+
+class Decision(Counted, Protocol):
+    """A plan that can be carried out: of attention, or of quantised attention."""
+
+    @property
+    def problem(self) -> Hashable: ...
+    @property
+    def requested(self) -> str: ...
+    @property
+    def has_next(self) -> bool:
+        """Whether somebody else serves the problem where this one fails."""
 
 
 class Rejection(NamedTuple):
@@ -58,14 +71,17 @@ class Plan:
             (rejection.backend, reason)
             for rejection in self.rejected
             if rejection.better
-            for reason in rejection.reasons
-            if reason.code not in _NO_FALL_BACK
+            for reason in fallen_back(rejection.reasons)
         )
 
     @cached_property
     def tally(self) -> Tally:
         codes = dict.fromkeys((backend, reason.code) for backend, reason in self.passed_over)
         return Tally(self.problem.stage, self.backend or "", self.kernel, tuple(codes))
+
+    @property
+    def has_next(self) -> bool:
+        return any(r.reasons[0].code in _SERVES_TOO for r in self.rejected)
 
     def why_not(self, backend: str) -> tuple[Reason, ...]:
         """The reasons why `backend` was not chosen; empty for the one that was."""
@@ -95,6 +111,11 @@ class Plan:
         return table(["backend", "", "why", "what would change it"], rows)
 
 
+def fallen_back(reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:
+    """Reasons that make it a fall-back to go on to the next; none where this was no choice."""
+    return () if any(reason.code in _NO_FALL_BACK for reason in reasons) else reasons
+
+
 def describe_problem(p: Problem) -> str:
     """One or two lines that say what the call is."""
     o = p.options
@@ -122,7 +143,7 @@ class Planner:
         self._config = config
         self._journal = log
         self._plans: dict[tuple[Problem, str], Plan] = {}
-        self._quarantine: dict[tuple[str, Problem], Reason] = {}
+        self._quarantine: dict[tuple[str, Hashable], Reason] = {}
         self._warned: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         names = ", ".join(self.backends)
@@ -184,7 +205,7 @@ class Planner:
     ) -> tuple[Capability | None, tuple[Reason, ...]]:
         if backend.name in self._config.disabled:
             return None, (Reason("disabled", "switched off by ORCHARD_DISABLE"),)
-        held = self._quarantine.get((backend.name, problem)) or backend.held_back(asked)
+        held = self.set_aside(backend.name, problem) or backend.held_back(asked)
         if held is not None:
             return None, (held,)
         capability, reasons = backend.select(problem)
@@ -227,28 +248,45 @@ class Planner:
 
     def run(self, problem: Problem, requested: str, serve: Callable[[Backend, str], T]) -> T:
         """Serve `problem` by plan; under "auto" a kernel that fails is replaced by the next."""
-        while True:
-            plan = self.plan(problem, requested)
+
+        def serve_by(plan: Plan) -> T:
             if plan.backend is None:
                 raise NotServedError(f"no backend may serve this call\n{plan}")
+            return serve(self.backends[plan.backend], plan.kernel)
+
+        return self.carry_out(lambda: self.plan(problem, requested), serve_by)
+
+    def carry_out(self, decide: Callable[[], D], serve: Callable[[D], T]) -> T:
+        """Serve by the plan that `decide` makes; who fails is set aside before it makes another."""
+        while True:
+            plan = decide()
             try:
-                result = serve(self.backends[plan.backend], plan.kernel)
+                result = serve(plan)
             except OrchardError:
                 raise
             except Exception as error:
-                if not self._set_aside(plan, error):
+                if not self._may_fall_back(plan):
                     raise
+                self._quarantine_failed(plan, error)
                 continue
             self._journal.served(plan)
             return result
 
-    def _set_aside(self, plan: Plan, error: Exception) -> bool:
-        """Quarantine the failed (backend, problem); False where the failure has to be raised."""
-        name = plan.backend or ""
-        insisted = plan.requested != AUTO or self._config.backend != AUTO
-        last = not any(r.reasons[0].code in _SERVES_TOO for r in plan.rejected)
-        if insisted or last or self._config.on_error == "raise":
-            return False
+    def insists(self, requested: str) -> bool:
+        """Whether the call, or the environment, names the backend that has to serve."""
+        return requested != AUTO or self._config.backend != AUTO
+
+    def set_aside(self, name: str, problem: Hashable) -> Reason | None:
+        """Why nobody of this name is to serve the problem: it failed before."""
+        return self._quarantine.get((name, problem))
+
+    def _may_fall_back(self, plan: Decision) -> bool:
+        stop = self._config.on_error == "raise" or self.insists(plan.requested)
+        return plan.has_next and not stop
+
+    def _quarantine_failed(self, plan: Decision, error: Exception) -> None:
+        """Set the failed (backend, problem) aside, and say so."""
+        name, stage = plan.tally.backend, plan.tally.stage
         text = one_line(error)
         reason = Reason("failed", f"its kernel failed on this problem: {text}")
         kind = (name, re.sub(r"\d+", "#", text))  # sizes in a message make no new error
@@ -257,16 +295,15 @@ class Planner:
             self._plans.clear()
             first = kind not in self._warned
             self._warned.add(kind)
-        self._journal.failed(name, plan.problem.stage, text)
+        self._journal.failed(name, stage, text)
         settings.logger.warning("%s failed and was set aside: %s", name, text)
         if first:
-            stage = plan.problem.stage.replace("_", " ")
+            where = stage.replace("_", " ")
             warnings.warn(
-                f"orchard: {name} failed in a {stage} and the next backend serves it: {text}",
+                f"orchard: {name} failed in a {where} and the next backend serves it: {text}",
                 FallbackWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        return True
 
 
 _planner: Planner | None = None

@@ -35,7 +35,7 @@ OUTLIER_SHARE = 0.01
 FP8_ERROR = 0.0265  # relative, of three mantissa bits on a logarithmically even magnitude
 
 
-@dataclass
+@dataclass(slots=True)
 class TensorAnalysisMetrics:
     """What was measured on a tensor."""
 
@@ -72,8 +72,10 @@ def analyse(tensor: Tensor, form: Format | None = None) -> TensorAnalysisMetrics
             peak_ratios=dict.fromkeys(COARSE_TO_FINE, 0.0),
             scales_needed=dict.fromkeys(COARSE_TO_FINE, 0),
         )
+    low, high = (float(extreme) for extreme in torch.aminmax(values))
+    unit = _unit(max(high, -low))
+    values = values * (1.0 / unit)  # whose squares neither overflow nor vanish
     magnitudes = values.abs().flatten()
-    low, high = torch.aminmax(values)
     size = float(magnitudes.square().mean().sqrt())
     peaks, ratios, scales = row_peaks(values), {}, {}
     for granularity in COARSE_TO_FINE:
@@ -89,19 +91,24 @@ def analyse(tensor: Tensor, form: Format | None = None) -> TensorAnalysisMetrics
         ratios[granularity] = float(of_rows.square().mean().sqrt()) / size if size else 0.0
         scales[granularity] = in_groups.numel()
     metrics = TensorAnalysisMetrics(
-        dynamic_range=float(high - low),
-        variance=float(values.var(correction=0)),
-        mean_abs_value=float(magnitudes.mean()),
+        dynamic_range=high - low,
+        variance=float(values.var(correction=0)) * unit**2,
+        mean_abs_value=float(magnitudes.mean()) * unit,
         tensor_size=count,
         memory_footprint=count * tensor.element_size(),
-        sparsity_ratio=float((magnitudes < NEARLY_ZERO).float().mean()),
+        sparsity_ratio=float((magnitudes < NEARLY_ZERO / unit).float().mean()),
         has_outliers=_has_outliers(magnitudes),
         peak_ratios=ratios,
         scales_needed=scales,
     )
     relative = metrics.expected_error("tensor", form.precision)
-    metrics.quantization_error_estimate = (relative * size) ** 2
+    metrics.quantization_error_estimate = (relative * size * unit) ** 2
     return metrics
+
+
+def _unit(peak: float) -> float:
+    """The power of 2 just above `peak`, as far as it and its reciprocal are normal in fp32."""
+    return 2.0 ** min(max(math.frexp(peak)[1], -126), 126)
 
 
 def _has_outliers(magnitudes: Tensor) -> bool:

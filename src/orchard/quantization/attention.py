@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, Unpack, overload
 
+import torch
 from torch import Tensor
 
+from orchard.attention import api
+from orchard.attention.dropout import draw_seed
+from orchard.attention.leaving import inside
 from orchard.attention.strides import axis_order
+from orchard.dispatch.planner import Plan, planner
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 from orchard.quantization.config import OPERANDS, QuantizationConfig
 from orchard.quantization.engines import (
@@ -65,9 +70,12 @@ def quantized_attention(
         The output in the query's dtype (of the tensor it was made from, where it is quantised),
         or in `config.output_precision`; with `return_lse`, (output, lse).
     """
-    chosen = plan(_prepare(query, key, value, config or _DEFAULT, return_lse, options))
-    out, lse = chosen.engine.serve(chosen.call)
-    out = out.to(chosen.call.dtype)
+    call = _prepare(query, key, value, config or _DEFAULT, return_lse, options)
+    if call.plain.problem.options.threshold:
+        call = call._replace(seed=draw_seed(call.query.stored.device, options.get("generator")))
+    with inside:
+        out, lse = planner().carry_out(lambda: plan(call), QuantizedPlan.serve)
+    out = out.to(call.dtype)
     if isinstance(query, Tensor):
         out = _ordered_as(out, query)
     return out if lse is None else (out, lse)
@@ -122,7 +130,17 @@ def _prepare(
     )
     wanted = config.output_precision
     dtype = PASS_THROUGH[wanted] if wanted is not None else query.dtype
-    return QuantizedCall(query_, key_, value_, options, return_lse, dtype)
+    plain = _plan_plainly((query_, key_, value_), options, return_lse)
+    return QuantizedCall(query_, key_, value_, options, return_lse, dtype, plain)
+
+
+def _plan_plainly(
+    operands: tuple[StoredOperand, ...], options: AttentionOptions, return_lse: bool
+) -> Plan:
+    """The plan of attention on operands of these shapes, which checks the arguments."""
+    stand_ins = (torch.empty((), device=o.stored.device).expand(o.stored.shape) for o in operands)
+    with torch.autocast(operands[0].stored.device.type, enabled=False):
+        return api.explain(*stand_ins, **options, return_lse=return_lse)
 
 
 def _ordered_as(out: Tensor, query: Tensor) -> Tensor:

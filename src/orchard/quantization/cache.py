@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from os import PathLike
 from typing import Any
@@ -15,7 +16,9 @@ from orchard.attention.api import Layout
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 from orchard.quantization.config import QuantizationConfig
 from orchard.quantization.formats import (
+    LAYOUTS,
     PARTS,
+    PASS_THROUGH,
     Format,
     QuantizedTensor,
     check_choice,
@@ -26,6 +29,7 @@ from orchard.quantization.operands import four_axes, quantize_together
 FIRST_CAPACITY = 64  # rows; it doubles when it is full
 _FILE_FORMAT = "orchard.quantized/1"
 _ROW_GROUP = (1, 1, 1)
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PASS_THROUGH.values()}
 
 
 class _Growing:
@@ -53,7 +57,7 @@ class _Growing:
         filled: dict[str, Any] = {
             name: buffer[:, :, : self.length] for name, buffer in self.buffers.items()
         }
-        return replace(self.like, **filled)
+        return replace(self.like, **filled, trusted=True)
 
 
 def _rows_of(tensor: QuantizedTensor) -> dict[str, Tensor]:
@@ -72,7 +76,7 @@ def _by_row(tensor: QuantizedTensor) -> QuantizedTensor:
         if name in ("scales", "zero_points")
     }
     form = replace(tensor.format, granularity="row")
-    return replace(tensor, format=form, group=_ROW_GROUP, **written)
+    return replace(tensor, format=form, group=_ROW_GROUP, **written, trusted=True)
 
 
 def _with_room(buffer: Tensor | None, part: Tensor, length: int) -> Tensor:
@@ -101,7 +105,7 @@ class KVCache:
         config = config or QuantizationConfig()
         if not isinstance(config, QuantizationConfig):
             raise ArgumentTypeError(f"config is {config!r}; it must be a QuantizationConfig")
-        check_choice("layout", layout, ("bhsd", "bshd"))
+        check_choice("layout", layout, LAYOUTS)
         self.config = config
         self.layout: Layout = layout
         self._operands: dict[str, _Growing] = {}
@@ -151,7 +155,10 @@ class KVCache:
         tensors, about = _read(path, device)
         if "config" not in about:
             raise ArgumentValueError(f"path is {str(path)!r}; it must be a file of KVCache.save")
-        cache = cls(QuantizationConfig(**about["config"]), layout=about["layout"])
+        with _naming(path, "cache"):
+            config = QuantizationConfig(**_fact(about, "config", dict))
+            cache = cls(config, layout=_fact(about, "layout", str))
+            _check_held(tensors, cache)
         cache._operands = {name: _Growing(tensor) for name, tensor in tensors.items()}
         return cache
 
@@ -183,6 +190,28 @@ def _check_sizes(given: Mapping[str, Tensor], held: Mapping[str, _Growing], layo
         )
 
 
+def _check_held(tensors: Mapping[str, QuantizedTensor], cache: KVCache) -> None:
+    """Refuse tensors that are not the key and value that such a cache holds."""
+    if not tensors:
+        return
+    if tensors.keys() != {"key", "value"}:
+        raise ArgumentValueError(f"it holds {sorted(tensors)}; it must hold key and value")
+    for name, tensor in tensors.items():
+        wanted, form = cache.config.formats[name], tensor.format
+        fixed = (wanted.precision, wanted.symmetric, wanted.smooth, cache.layout, 4)
+        found = (form.precision, form.symmetric, form.smooth, tensor.layout, tensor.ndim)
+        if found != fixed:
+            raise ArgumentValueError(
+                f"{name} has precision, symmetric, smooth, layout and ndim {found}; they must be "
+                f"the cache's, {fixed}"
+            )
+    key, value = (tensors[name].data.shape[:3] for name in ("key", "value"))
+    if key != value:
+        raise ArgumentValueError(
+            f"value has batch, heads and length {list(value)}; they must be key's, {list(key)}"
+        )
+
+
 def save(path: str | PathLike[str], tensors: Mapping[str, QuantizedTensor]) -> None:
     """Write quantised tensors to a safetensors file; needs the `quantization` extra."""
     _write(path, tensors, {})
@@ -198,7 +227,7 @@ def load(
 def _write(
     path: str | PathLike[str], tensors: Mapping[str, QuantizedTensor], about: dict[str, Any]
 ) -> None:
-    save_file, _ = _safetensors()
+    save_file, *_ = _safetensors()
     parts, described = {}, {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, QuantizedTensor):
@@ -221,38 +250,63 @@ def _write(
 def _read(
     path: str | PathLike[str], device: torch.device | str
 ) -> tuple[dict[str, QuantizedTensor], dict[str, Any]]:
-    _, safe_open = _safetensors()
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        described = (file.metadata() or {}).get(_FILE_FORMAT)
-        if described is None:
-            raise ArgumentValueError(
-                f"path is {str(path)!r}; it must be a file of quantised tensors, {_FILE_FORMAT}"
-            )
-        about = json.loads(described)
-        parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    tensors = {}
-    for name, facts in about.pop("tensors").items():
-        named: dict[str, Any] = {part: parts.get(f"{name}.{part}") for part in PARTS}
-        tensors[name] = QuantizedTensor(
-            **named,
-            format=Format(**facts["format"]),
-            group=tuple(facts["group"]),
-            head_dim=facts["head_dim"],
-            dtype=getattr(torch, facts["dtype"]),
-            layout=facts["layout"],
-            ndim=facts["ndim"],
-            reasoning=facts["reasoning"],
+    _, safe_open, safetensor_error = _safetensors()
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            described = (file.metadata() or {}).get(_FILE_FORMAT)
+            parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except safetensor_error as error:
+        raise ArgumentValueError(f"path is {str(path)!r}, no safetensors file: {error}") from error
+    if described is None:
+        raise ArgumentValueError(
+            f"path is {str(path)!r}; it must be a file of quantised tensors, {_FILE_FORMAT}"
         )
+    with _naming(path, "description"):
+        about = json.loads(described)
+        held = _fact(about, "tensors", dict)
+    tensors = {}
+    for name, facts in held.items():
+        with _naming(path, f"tensor {name!r}"):
+            named: dict[str, Any] = {part: parts.get(f"{name}.{part}") for part in PARTS}
+            dtype = _fact(facts, "dtype", str)
+            check_choice("dtype", dtype, tuple(_DTYPES))
+            tensors[name] = QuantizedTensor(
+                **named,
+                format=Format(**_fact(facts, "format", dict)),
+                group=tuple(_fact(facts, "group", list)),
+                head_dim=_fact(facts, "head_dim", int),
+                dtype=_DTYPES[dtype],
+                layout=_fact(facts, "layout", str),
+                ndim=_fact(facts, "ndim", int),
+                reasoning=_fact(facts, "reasoning", str),
+            )
     return tensors, about
 
 
-def _safetensors() -> tuple[Any, Any]:
+@contextmanager
+def _naming(path: str | PathLike[str], what: str) -> Iterator[None]:
+    """Whatever is wrong with the contents of a file is said together with its path."""
     try:
-        from safetensors import safe_open
+        yield
+    except (ValueError, TypeError) as error:
+        raise ArgumentValueError(f"path is {str(path)!r}; its {what} is wrong: {error}") from error
+
+
+def _fact(facts: Any, name: str, kind: type) -> Any:
+    """A field of a description, which must be there and of its kind."""
+    found = facts.get(name) if isinstance(facts, dict) else None
+    if not isinstance(found, kind) or isinstance(found, bool):
+        raise ArgumentTypeError(f"{name} is {found!r}; it must be of type {kind.__name__}")
+    return found
+
+
+def _safetensors() -> tuple[Any, Any, Any]:
+    try:
+        from safetensors import SafetensorError, safe_open
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError(
             "files of quantised tensors need safetensors: "
             "pip install 'orchard-attention[quantization]'"
         ) from error
-    return save_file, safe_open
+    return save_file, safe_open, SafetensorError

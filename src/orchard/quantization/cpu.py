@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from orchard.attention.memory import Place, dense, following
-from orchard.attention.problem import Options, Saved
+from orchard.attention.problem import Saved
 from orchard.backends.cpu import native, quantized
 from orchard.dispatch.backend import Reason
 from orchard.quantization import kernel_calls
@@ -37,13 +37,7 @@ def serve(call: QuantizedCall) -> tuple[Tensor, Tensor | None]:
     return kernel_calls.serve_by(_attend, call)
 
 
-def _attend(
-    call: QuantizedCall,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-    dtype: torch.dtype,
-) -> Saved:
+def _attend(call: QuantizedCall, mask: Tensor | None, dtype: torch.dtype) -> Saved:
     query, key, value = (operand.stored for operand in call[:3])
     return quantized.attend(
         native.loaded(),
@@ -51,8 +45,8 @@ def _attend(
         _operand(key),
         _operand(value),
         mask,
-        seed,
-        options,
+        call.seed,
+        call.plain.problem.options,
         _place(call, dtype),
         bf16_accuracy=query.dtype == call.dtype == dtype == torch.bfloat16,
     )
@@ -60,7 +54,7 @@ def _attend(
 
 def _place(call: QuantizedCall, dtype: torch.dtype) -> Place:
     """Memory for the output [B, H, S, Dv] in the order of the query, where that is a tensor."""
-    query = kernel_calls.four_axes(call.query.source, call.query.stored)
+    query = kernel_calls.source_of(call.query)
     shape = (*call.query.stored.data.shape[:3], call.value.stored.head_dim)
     return dense(shape, dtype) if query is None else following(shape, query.stride(), dtype)
 

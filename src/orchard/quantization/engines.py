@@ -6,8 +6,7 @@ more entry of ENGINES, before the last, which serves everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypedDict
@@ -17,12 +16,17 @@ from torch import Generator, Tensor
 
 from orchard.attention import api
 from orchard.attention.api import Causal, Layout
+from orchard.attention.problem import Problem, Tensors
 from orchard.dispatch.backend import Reason
-from orchard.dispatch.planner import Plan
-from orchard.quantization import cpu, metal
+from orchard.dispatch.journal import Tally
+from orchard.dispatch.planner import AUTO, Plan, fallen_back, planner
+from orchard.quantization import cpu, kernel_calls, metal
 from orchard.quantization.config import OPERANDS
-from orchard.quantization.formats import QuantizedTensor
+from orchard.quantization.formats import Format, Group, QuantizedTensor
 from orchard.text import table
+
+STAGE = "quantized_forward"  # in the journal; the backward is one of attention
+_READS = "stored"
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -75,6 +79,34 @@ class QuantizedCall(NamedTuple):
     options: AttentionOptions
     return_lse: bool
     dtype: torch.dtype  # of the output
+    plain: Plan  # of attention on fp32 operands of these shapes: arguments checked, options settled
+    seed: Tensor | None = None  # of the dropout, drawn once whoever serves
+
+    @property
+    def problem(self) -> QuantizedProblem:
+        stored = tuple(_Stored.of(operand.stored) for operand in self[:3])
+        return QuantizedProblem(self.plain.problem, stored, self.dtype)
+
+
+class _Stored(NamedTuple):
+    """How an operand is stored, without its tensors."""
+
+    format: Format
+    group: Group
+    smoothed: bool
+    strides: tuple[int, ...]  # of the data
+
+    @classmethod
+    def of(cls, tensor: QuantizedTensor) -> _Stored:
+        return cls(tensor.format, tensor.group, tensor.mean is not None, tensor.data.stride())
+
+
+class QuantizedProblem(NamedTuple):
+    """What a call is, without its tensors: an engine that fails is set aside for one of these."""
+
+    attention: Problem
+    stored: tuple[_Stored, ...]
+    dtype: torch.dtype
 
 
 class Served(NamedTuple):
@@ -89,37 +121,37 @@ class Engine:
     """A way to compute attention on stored operands."""
 
     name: str
+    kernel: str  # what it is counted as
     summary: str
     reasons: Callable[[QuantizedCall], tuple[Reason, ...]]  # why not, all of them
     serve: Callable[[QuantizedCall], Served]
     explain: Callable[[QuantizedCall], Plan | None]  # the plan of the attention it calls
 
 
-@contextmanager
-def _values(call: QuantizedCall) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The dequantised operands, with autocast out of the way: the precisions are the config's."""
-    query, key, value = (operand.values() for operand in call[:3])
-    with torch.autocast(query.device.type, enabled=False):
-        yield query, key, value
-
-
 def _attend_dequantised(call: QuantizedCall) -> Served:
     """The definition: `orchard.attention` on the dequantised values."""
-    with _values(call) as operands:
-        if call.return_lse:
-            return Served(*api.attention(*operands, **call.options, return_lse=True))
-        return Served(api.attention(*operands, **call.options), None)
+    query, key, value = (
+        kernel_calls.four_axes(operand.values(), operand.stored) for operand in call[:3]
+    )
+    tensors = Tensors(query, key, value, kernel_calls.mask_of(call), call.seed)
+    layout, rank = call.options.get("layout", "bhsd"), call.query.stored.ndim
+    with torch.autocast(query.device.type, enabled=False):
+        settings = kernel_calls.settings_of(call)
+        out, lse = api.attend(tensors, settings, layout, 4 - rank, call.return_lse)
+    return Served(out, lse if call.return_lse else None)
 
 
 def _explain_dequantised(call: QuantizedCall) -> Plan:
-    with _values(call) as operands:
-        return api.explain(*operands, **call.options, return_lse=call.return_lse)
+    query, key, value = (operand.values() for operand in call[:3])
+    with torch.autocast(query.device.type, enabled=False):
+        return api.explain(query, key, value, **call.options, return_lse=call.return_lse)
 
 
 def _metal(name: str, summary: str) -> Engine:
     """The engine of a backend that runs the Metal kernels."""
     return Engine(
         name,
+        _READS,
         summary,
         partial(metal.reasons, name),
         lambda call: Served(*metal.serve(name, call)),
@@ -130,6 +162,7 @@ def _metal(name: str, summary: str) -> Engine:
 ENGINES: tuple[Engine, ...] = (
     Engine(
         "cpu",
+        _READS,
         "reads int8 and int4 where they lie, in the native CPU kernels",
         cpu.reasons,
         lambda call: Served(*cpu.serve(call)),
@@ -139,6 +172,7 @@ ENGINES: tuple[Engine, ...] = (
     _metal("metal-emulated", "the same Metal kernels on the CPU, to test them without a Mac"),
     Engine(
         "dequantise",
+        "attention",
         "dequantises every operand to fp32 and calls attention",
         lambda call: (),
         _attend_dequantised,
@@ -152,8 +186,32 @@ class QuantizedPlan:
     """Which engine serves a quantised call and why none before it, and how operands are stored."""
 
     call: QuantizedCall
+    problem: QuantizedProblem
     engine: Engine
     rejected: tuple[tuple[str, tuple[Reason, ...]], ...]
+
+    @property
+    def requested(self) -> str:
+        return self.call.options.get("backend", AUTO)
+
+    def serve(self) -> Served:
+        return self.engine.serve(self.call)
+
+    @property
+    def has_next(self) -> bool:
+        return self.engine is not ENGINES[-1]
+
+    @cached_property
+    def passed_over(self) -> tuple[tuple[str, Reason], ...]:
+        """Reasons of the engines that would have been preferred on this device."""
+        if planner().insists(self.requested):
+            return ()
+        return tuple((name, r) for name, reasons in self.rejected for r in fallen_back(reasons))
+
+    @cached_property
+    def tally(self) -> Tally:
+        codes = dict.fromkeys((engine, reason.code) for engine, reason in self.passed_over)
+        return Tally(STAGE, self.engine.name, self.engine.kernel, tuple(codes))
 
     @cached_property
     def attention(self) -> Plan | None:
@@ -178,10 +236,12 @@ class QuantizedPlan:
 def plan(call: QuantizedCall) -> QuantizedPlan:
     """The first engine that has nothing against the call, and the reasons of those before it."""
     rejected: list[tuple[str, tuple[Reason, ...]]] = []
+    problem = call.problem
     for engine in ENGINES:
-        reasons = engine.reasons(call)
+        failed = planner().set_aside(engine.name, problem)
+        reasons = engine.reasons(call) if failed is None else (failed,)
         if not reasons:
-            return QuantizedPlan(call, engine, tuple(rejected))
+            return QuantizedPlan(call, problem, engine, tuple(rejected))
         rejected.append((engine.name, reasons))
     raise AssertionError("the last engine serves every call")
 

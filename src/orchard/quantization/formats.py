@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ PASS_THROUGH: dict[str, torch.dtype] = {
 LARGEST_LEVEL = {"int8": 127, "int4": 7, "fp8": 448}
 PRECISIONS = (*PASS_THROUGH, *LARGEST_LEVEL)
 GRANULARITIES = ("tensor", "block", "row", "hybrid")
+LAYOUTS = ("bhsd", "bshd")
 STRATEGIES = ("performance_first", "accuracy_first", "balanced")
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32: its reciprocal is finite
 LARGEST_MAGNITUDE = 2.0**126  # above it a range, or a level times its scale, may overflow fp32
@@ -147,21 +148,82 @@ class QuantizedTensor:
     layout: Layout = "bhsd"
     ndim: int = 4
     reasoning: str = ""  # why hybrid chose this granularity
+    trusted: InitVar[bool] = False  # made of parts that were checked, or computed, together
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, trusted: bool) -> None:
         """A tensor that is put together wrongly, or comes from a wrong file, is refused."""
-        precision = self.format.precision
-        packed = (self.head_dim + 1) // 2 if precision == "int4" else self.head_dim
-        sizes = self.data.shape
-        _need("data", self.data, (*sizes[:3], packed), _STORED[precision])
-        if not self.format.quantizes:
+        if not trusted:
+            self._check_facts()
+            self._check_shapes()
+            self._check_values()
+
+    def _check_facts(self) -> None:
+        if not isinstance(self.format, Format):
+            raise ArgumentTypeError(f"format is {self.format!r}; it must be a Format")
+        if not isinstance(self.group, tuple) or len(self.group) != 3:
+            raise ArgumentValueError(f"group is {self.group!r}; it must be three sizes")
+        for size in self.group:
+            check_size("group", size)
+        if not isinstance(self.head_dim, int) or self.head_dim < 0:
+            raise ArgumentValueError(f"head_dim is {self.head_dim!r}; it must be a size")
+        if self.dtype not in PASS_THROUGH.values():
+            raise ArgumentTypeError(
+                f"dtype is {self.dtype!r}; it must be torch.float32, torch.float16 or "
+                "torch.bfloat16"
+            )
+        check_choice("layout", self.layout, LAYOUTS)
+        if self.ndim not in (2, 3, 4):
+            raise ArgumentValueError(f"ndim is {self.ndim!r}; it must be 2, 3 or 4")
+
+    def _check_shapes(self) -> None:
+        data, form = self.data, self.format
+        if not isinstance(data, Tensor) or data.ndim != 4:
+            found = f"of shape {list(data.shape)}" if isinstance(data, Tensor) else repr(data)
+            raise ArgumentValueError(f"data is {found}; it must be a tensor with 4 axes")
+        sizes = data.shape[:3]
+        if any(size != 1 for size in sizes[: 4 - self.ndim]):
+            raise ArgumentValueError(
+                f"ndim is {self.ndim}; it must be 4 for data of {sizes[0]} batch entries and "
+                f"{sizes[1]} heads"
+            )
+        packed = (self.head_dim + 1) // 2 if form.precision == "int4" else self.head_dim
+        groups = tuple(-(-n // per) for n, per in zip(sizes, self.group, strict=True))
+        zeros = form.quantizes and not form.symmetric
+        mean = (*sizes[:2], 1, self.head_dim)
+        self._need("data", (*sizes, packed), _STORED[form.precision])
+        self._need("scales", groups if form.quantizes else None, torch.float32)
+        self._need("zero_points", groups if zeros else None, torch.int8)
+        self._need("mean", mean if form.smooth else None, torch.float32)
+
+    def _need(self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
+        """That a part is there as it should be; no shape says that there must be none."""
+        part: Tensor | None = getattr(self, name)
+        if shape is None:
+            if part is not None:
+                raise ArgumentValueError(f"{name} is given; it must be None for {self.format}")
             return
-        groups = tuple(-(-n // per) for n, per in zip(sizes[:3], self.group, strict=True))
-        _need("scales", self.scales, groups, torch.float32)
-        if not self.format.symmetric:
-            _need("zero_points", self.zero_points, groups, torch.int8)
-        if self.mean is not None:
-            _need("mean", self.mean, (*sizes[:2], 1, self.head_dim), torch.float32)
+        if not isinstance(part, Tensor) or part.shape != shape or part.dtype != dtype:
+            found = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else repr(part)
+            raise ArgumentValueError(f"{name} is {found}; it must be {dtype} {list(shape)}")
+        if part.device != self.data.device:
+            raise ArgumentValueError(
+                f"{name} is on {part.device}; it must be on data's device, {self.data.device}"
+            )
+
+    def _check_values(self) -> None:
+        """No value that the tensor stands for is NaN or Inf."""
+        for name, part in self.parts.items():
+            if part.dtype.is_floating_point and not bool(part.float().isfinite().all()):
+                raise ArgumentValueError(f"{name} holds NaN or Inf; it must be finite")
+        if self.scales is None or not self.scales.numel():
+            return
+        low, high = (float(extreme) for extreme in torch.aminmax(self.scales))
+        largest = LARGEST_MAGNITUDE / LARGEST_LEVEL[self.format.precision] * (1.0 + 2.0**-23)
+        if low < SMALLEST_SCALE or high > largest:
+            raise ArgumentValueError(
+                f"scales are from {low:.4g} to {high:.4g}; they must be from "
+                f"{SMALLEST_SCALE:.4g} to {largest:.4g}"
+            )
 
     @property
     def shape(self) -> torch.Size:
@@ -192,7 +254,10 @@ class QuantizedTensor:
         return unpack_int4(self.data, self.head_dim)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, shaped as the tensor they came from; in its dtype unless another is asked."""
+        """The values, shaped as the tensor they came from; in its dtype unless another is asked.
+
+        Values that are stored in that dtype as they are come as a view of `data`.
+        """
         values = self.levels().float()
         if self.scales is not None:
             rows = self.data.shape[:3]
@@ -218,7 +283,7 @@ class QuantizedTensor:
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same on another device."""
         moved: dict[str, Any] = {name: part.to(device) for name, part in self.parts.items()}
-        return replace(self, **moved)
+        return replace(self, **moved, trusted=True)
 
     @property
     def _transposed(self) -> bool:
@@ -227,12 +292,6 @@ class QuantizedTensor:
     def _shaped(self, values: Tensor) -> Tensor:
         values = values[(0,) * (4 - self.ndim)]
         return values.transpose(-3, -2) if self._transposed else values
-
-
-def _need(name: str, part: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if part is None or part.shape != shape or part.dtype != dtype:
-        found = "None" if part is None else f"{part.dtype} {list(part.shape)}"
-        raise ArgumentValueError(f"{name} is {found}; it must be {dtype} {list(shape)}")
 
 
 def encode(
@@ -265,7 +324,7 @@ def encode(
             data = steps.clamp(lowest, limit).to(torch.int8).contiguous()
         if form.precision == "int4":
             data = pack_int4(data)
-    return QuantizedTensor(data, scales, zeros, mean, form, group, dim, tensor.dtype)
+    return QuantizedTensor(data, scales, zeros, mean, form, group, dim, tensor.dtype, trusted=True)
 
 
 def _encode_native(values: Tensor, form: Format, mean: Tensor | None) -> QuantizedTensor | None:
@@ -283,7 +342,8 @@ def _encode_native(values: Tensor, form: Format, mean: Tensor | None) -> Quantiz
     if found is None:  # it holds what has to be refused, by a message that says what
         return None
     data, scales, zeros, *_ = found
-    return QuantizedTensor(data, scales, zeros, mean, form, group, values.shape[3], values.dtype)
+    dim, dtype = values.shape[3], values.dtype
+    return QuantizedTensor(data, scales, zeros, mean, form, group, dim, dtype, trusted=True)
 
 
 def _scales(

@@ -9,25 +9,22 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from orchard.attention import api
-from orchard.attention.dropout import draw_seed
 from orchard.attention.ops import Settings, backward_op
-from orchard.attention.problem import Options, Saved, is_traced
+from orchard.attention.problem import Saved, is_traced
 from orchard.dispatch.backend import Reason
-from orchard.dispatch.planner import Plan
 from orchard.quantization.config import OPERANDS
 from orchard.quantization.formats import QuantizedTensor
 
 if TYPE_CHECKING:
-    from orchard.quantization.engines import QuantizedCall
+    from orchard.quantization.engines import QuantizedCall, StoredOperand
 
-# A forward: of a call, its mask, its seed, its options and the dtype that `out` may have, or fp32.
-Attend = Callable[["QuantizedCall", Tensor | None, Tensor | None, Options, torch.dtype], Saved]
+# A forward: of a call, its mask and the dtype that `out` may have, or fp32.
+Attend = Callable[["QuantizedCall", Tensor | None, torch.dtype], Saved]
 
 
 def reasons(call: QuantizedCall, backend: str) -> tuple[Reason, ...]:
     """What any kernel on stored operands has against a call, and what `backend` has."""
-    found = list(attention_plan(call).why_not(backend))
+    found = list(call.plain.why_not(backend))
     for name, operand in zip(OPERANDS, call[:3], strict=True):
         stored = operand.stored
         if stored.format.precision == "fp8":
@@ -47,10 +44,10 @@ def serve_by(attend: Attend, call: QuantizedCall) -> tuple[Tensor, Tensor | None
     mask = mask_of(call)
     given = [operand.source for operand in call[:3]]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*given, mask)):
-        sources = [four_axes(operand.source, operand.stored) for operand in call[:3]]
+        sources = [source_of(operand) for operand in call[:3]]
         out, lse = _Attention.apply(*sources, mask, call, attend)  # type: ignore[no-untyped-call]
     else:
-        (out, lse), _ = _forward(call, mask, attend, call.dtype)
+        out, lse = attend(call, mask, call.dtype)
     stored = call.query.stored
     if stored.layout == "bshd" and stored.ndim > 2:
         out = out.transpose(1, 2)
@@ -71,10 +68,10 @@ class _Attention(torch.autograd.Function):
         call: QuantizedCall,
         attend: Attend,
     ) -> Saved:
-        saved, seed = _forward(call, mask, attend, torch.float32)  # as backward has its operands
+        saved = attend(call, mask, torch.float32)  # as backward has its operands
         ctx.set_materialize_grads(False)
         # An operand that passes through is its source: autograd sees to it that it is unchanged.
-        ctx.save_for_backward(mask, seed, *saved, query, key, value)
+        ctx.save_for_backward(mask, call.seed, *saved, query, key, value)
         ctx.call = call
         return saved
 
@@ -105,37 +102,13 @@ def mask_of(call: QuantizedCall) -> Tensor | None:
     return None if mask is None else mask[(None,) * (4 - mask.ndim)]
 
 
-def attention_plan(call: QuantizedCall) -> Plan:
-    """The plan of attention on operands of these shapes: the arguments checked, options settled."""
-    stand_ins = (
-        torch.empty((), device=operand.stored.device).expand(operand.stored.shape)
-        for operand in call[:3]
-    )
-    with torch.autocast(call.query.stored.device.type, enabled=False):
-        return api.explain(*stand_ins, **call.options, return_lse=call.return_lse)
+def source_of(operand: StoredOperand) -> Tensor | None:
+    """The tensor that an operand was made from, as [B, H, S, D]."""
+    return None if operand.source is None else four_axes(operand.source, operand.stored)
 
 
-def _forward(
-    call: QuantizedCall, mask: Tensor | None, attend: Attend, dtype: torch.dtype
-) -> tuple[Saved, Tensor | None]:
-    """What the kernels compute, and the seed of the dropout, if there is any."""
-    query, key = call.query.stored, call.key.stored
-    options = settings_of(call).options(_shape_of(query), _shape_of(key))
-    seed = None
-    if options.threshold:
-        seed = draw_seed(query.device, call.options.get("generator"))
-    return attend(call, mask, seed, options, dtype), seed
-
-
-def _shape_of(stored: QuantizedTensor) -> Tensor:
-    """A tensor without memory that has the sizes of an operand, [B, H, S, D]."""
-    return torch.empty((*stored.data.shape[:3], stored.head_dim), device="meta")
-
-
-def four_axes(tensor: Tensor | None, stored: QuantizedTensor) -> Tensor | None:
+def four_axes(tensor: Tensor, stored: QuantizedTensor) -> Tensor:
     """A tensor in the layout and rank of an operand as [B, H, S, D]."""
-    if tensor is None:
-        return None
     if stored.layout == "bshd" and stored.ndim > 2:
         tensor = tensor.transpose(-3, -2)
     return tensor[(None,) * (4 - tensor.ndim)]

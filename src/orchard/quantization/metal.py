@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from orchard.attention.problem import Options, Saved
+from orchard.attention.problem import Saved
 from orchard.backends.metal import MetalBackend
 from orchard.backends.metal.quantized import StoredOperands
 from orchard.dispatch.backend import Reason
@@ -24,7 +24,7 @@ def reasons(name: str, call: QuantizedCall) -> tuple[Reason, ...]:
     found = kernel_calls.reasons(call, name)
     if found:
         return found
-    options = kernel_calls.attention_plan(call).problem.options
+    options = call.plain.problem.options
     return _backend(name).stored_reasons(_operands(call), kernel_calls.mask_of(call), options)
 
 
@@ -33,16 +33,10 @@ def serve(name: str, call: QuantizedCall) -> tuple[Tensor, Tensor | None]:
     return kernel_calls.serve_by(partial(_attend, name), call)
 
 
-def _attend(
-    name: str,
-    call: QuantizedCall,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-    dtype: torch.dtype,
-) -> Saved:
+def _attend(name: str, call: QuantizedCall, mask: Tensor | None, dtype: torch.dtype) -> Saved:
     """In fp32, whatever `dtype` is."""
-    return _backend(name).forward_stored(_operands(call), mask, seed, options)
+    options = call.plain.problem.options
+    return _backend(name).forward_stored(_operands(call), mask, call.seed, options)
 
 
 def _backend(name: str) -> MetalBackend:

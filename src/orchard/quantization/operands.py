@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from orchard.attention.api import Layout
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 from orchard.quantization.analysis import Choice, analyse, choose, finest
 from orchard.quantization.formats import (
+    LAYOUTS,
     PASS_THROUGH,
     Format,
     Granularity,
@@ -38,7 +40,7 @@ def quantize(
     strategy: Strategy = "balanced",
     layout: Layout = "bhsd",
 ) -> QuantizedTensor:
-    """A tensor [B, H, S, D] (or [H, S, D], [S, D]) stored in fewer bits.
+    """A tensor [B, H, S, D] (or [H, S, D], [S, D]) stored in fewer bits, in memory of its own.
 
     Args:
         tensor: fp32, fp16 or bf16, of any strides; it must be finite.
@@ -65,7 +67,10 @@ def quantize(
         adaptive_blocks,
         strategy,
     )
-    return quantize_together({"tensor": tensor}, {"tensor": form}, layout)["tensor"]
+    stored = quantize_together({"tensor": tensor}, {"tensor": form}, layout)["tensor"]
+    if stored.mean is None and PASS_THROUGH.get(precision) == tensor.dtype:
+        stored = replace(stored, data=stored.data.clone(), trusted=True)  # it was a view of tensor
+    return stored
 
 
 def quantize_together(
@@ -80,7 +85,7 @@ def quantize_together(
 
     `means` are taken out instead of those of the tensors.
     """
-    check_choice("layout", layout, ("bhsd", "bshd"))
+    check_choice("layout", layout, LAYOUTS)
     views = {name: four_axes(name, tensor, layout) for name, tensor in tensors.items()}
     found = dict(means or {})
     choices: dict[str, Choice] = {}
@@ -107,6 +112,7 @@ def quantize_together(
             layout=layout,
             ndim=tensors[name].ndim,
             reasoning=choice.reasoning if choice else "",
+            trusted=True,
         )
     return stored
 
@@ -133,5 +139,9 @@ def _mean(view: Tensor) -> Tensor:
     """Mean over the sequence, fp32 [B, H, 1, D]; of an empty one 0."""
     if not view.shape[2]:
         return view.new_zeros((*view.shape[:2], 1, view.shape[3]), dtype=torch.float32)
-    # The order of the sum must not depend on the strides.
-    return view.contiguous().mean(2, keepdim=True, dtype=torch.float32)
+    ordered = view.contiguous()  # the order of the sum must not depend on the strides
+    mean = ordered.mean(2, keepdim=True, dtype=torch.float32)
+    if not math.isfinite(float(mean.sum())):  # values above 2^127 / length add up to Inf
+        share = 2.0 ** -view.shape[2].bit_length()
+        mean = (ordered.float() * share).mean(2, keepdim=True) / share
+    return mean

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import Unpack
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from orchard.attention.api import attention
 from orchard.attention.compat import scaled_dot_product_attention, stand_in, why_torch
+from orchard.attention.problem import accumulation_dtype
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 from orchard.integrations.metal_sdpa_extension.config import (
     GRANULARITIES,
@@ -30,6 +32,7 @@ from orchard.quantization.engines import AttentionOptions
 QUANT_NONE = 0
 QUANT_INT8 = 3
 QUANT_INT4 = 4
+_INTEGERS = {"QUANT_INT8": QUANT_INT8, "QUANT_INT4": QUANT_INT4}
 QUANT_TENSOR_WISE = 0
 QUANT_BLOCK_WISE = 2
 MODE_BLOCK = 64  # rows of a block in the calls that take a mode instead of a configuration
@@ -52,12 +55,21 @@ _lock = threading.Lock()
 
 
 def set_quantization_mode(precision: int, block_mode: int) -> None:
-    """Quantise the attention calls of this thread from here on: QUANT_INT8 or QUANT_INT4.
+    """Quantise `metal_scaled_dot_product_attention` in this thread from here on.
 
-    While the backend is registered, torch's eager calls too. Other threads, and asyncio tasks that
-    exist already, do not see it. QUANT_NONE clears it.
+    While the backend is registered, torch's eager calls too. Calls on fp64 are served as they are.
+    Other threads, and asyncio tasks that exist already, do not see it.
+
+    Args:
+        precision: QUANT_INT8 or QUANT_INT4, of query, key and value; QUANT_NONE clears the mode.
+        block_mode: what shares a scale: QUANT_TENSOR_WISE, QUANT_BLOCK_WISE (64 rows of a head) or
+            QuantizationGranularity.ROW_WISE.
     """
-    _set_mode(None if precision == QUANT_NONE else _mode_settings(precision, block_mode))
+    granularity = _mode_granularity("block_mode", block_mode)
+    if _constant("precision", precision, {"QUANT_NONE": QUANT_NONE, **_INTEGERS}) == QUANT_NONE:
+        _set_mode(None)
+    else:
+        _set_mode(_mode_settings(precision, granularity))
 
 
 def clear_quantization_mode() -> None:
@@ -73,19 +85,32 @@ def _set_mode(mode: Settings | None) -> None:
 def _quantised(
     mode: Settings, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
 ) -> Tensor:
+    if not _quantises(query, key, value):
+        return attention(query, key, value, **options)
     _count("quantized_autograd")
     return quantized_attention(query, key, value, config=mode, **options)
 
 
-def _mode_settings(precision: int, block_mode: int) -> Settings:
-    if precision not in (QUANT_INT8, QUANT_INT4):
-        raise ArgumentValueError(
-            f"precision is {precision!r}; it must be QUANT_NONE (0), QUANT_INT8 (3) or "
-            "QUANT_INT4 (4)"
-        )
-    granularity = member(QuantizationGranularity, "block_mode", block_mode)
+def _quantises(*operands: Tensor) -> bool:
+    """Whether a mode concerns these operands: fp64 is asked for where accuracy is."""
+    return all(operand.dtype != torch.float64 for operand in operands)
+
+
+def _constant(name: str, given: object, allowed: Mapping[str, int]) -> int:
+    if isinstance(given, int) and not isinstance(given, bool) and given in allowed.values():
+        return given
+    listed = ", ".join(f"{constant} ({number})" for constant, number in allowed.items())
+    raise ArgumentValueError(f"{name} is {given!r}; it must be one of {listed}")
+
+
+def _mode_granularity(name: str, given: object) -> QuantizationGranularity:
+    granularity = member(QuantizationGranularity, name, given)
     if granularity == QuantizationGranularity.HYBRID:
-        raise ArgumentValueError("block_mode is HYBRID; it must be tensor, row or block wise")
+        raise ArgumentValueError(f"{name} is HYBRID; it must be tensor, row or block wise")
+    return granularity
+
+
+def _mode_settings(precision: int, granularity: QuantizationGranularity) -> Settings:
     word = PRECISIONS[QuantizationPrecision(precision)]
     return Settings(
         query_precision=word,
@@ -135,7 +160,7 @@ def metal_scaled_dot_product_attention(
 ) -> Tensor:
     """torch's call, served by Orchard; quantised where this thread has a quantisation mode."""
     mode = _mode.get()
-    if mode is not None:
+    if mode is not None and _quantises(query, key, value):
         if query.ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
             raise ArgumentValueError(
                 f"key has {key.shape[-3]} heads; without enable_gqa it must have query's, "
@@ -178,7 +203,8 @@ def metal_quantized_flash_attention_autograd(
     attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Quantised attention with gradients, symmetric, all operands in one precision."""
-    settings = _mode_settings(target_precision, quant_mode)
+    precision = _constant("target_precision", target_precision, _INTEGERS)
+    settings = _mode_settings(precision, _mode_granularity("quant_mode", quant_mode))
     _count("quantized_autograd")
     return quantized_attention(
         query,
@@ -243,23 +269,34 @@ def rope_scaled_dot_product_attention(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs (2i, 2i + 1) of the last axis turned by the tables' angles, in fp32."""
+    """Pairs (2i, 2i + 1) of the last axis turned by the tables' angles, in fp32 (fp64 in fp64)."""
+    if x.ndim not in (2, 3, 4) or x.shape[-1] % 2:
+        raise ArgumentValueError(
+            f"an operand has shape {list(x.shape)}; it must have 2 to 4 axes, the last of them even"
+        )
+    batch = x.shape[0] if x.ndim == 4 else 1
     for name, given in (("rope_cos", cos), ("rope_sin", sin)):
+        if not isinstance(given, Tensor):
+            raise ArgumentTypeError(f"{name} is {given!r}; it must be a torch.Tensor")
         fits = given.ndim in (2, 3) and given.shape[-2:] == x.shape[-2:]
-        if not fits or (given.ndim == 3 and given.shape[0] not in (1, x.shape[0])):
+        if not fits or (given.ndim == 3 and given.shape[0] not in (1, batch)):
             raise ArgumentValueError(
                 f"{name} has shape {list(given.shape)}; it must be [S, D], [1, S, D] or [B, S, D] "
                 f"for an operand of shape {list(x.shape)}"
             )
-    cos, sin = (table if table.ndim == 2 else table[:, None] for table in (cos, sin))
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    # [B, S, D] serves every head; without an axis of batch entries there is one.
+    cos, sin = (t if t.ndim == 2 else t[:, None] if x.ndim == 4 else t[0] for t in (cos, sin))
+    wide = x.to(accumulation_dtype(x.dtype))
+    even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((-odd, even), -1).flatten(-2)
-    return (x.float() * cos + turned * sin).to(x.dtype)
+    return (wide * cos + turned * sin).to(x.dtype)
 
 
 def hadamard_rotate(tensor: Tensor, block_size: int) -> Tensor:
     """Each block of the last axis times the Hadamard matrix over sqrt(block_size), in place."""
-    if block_size not in HADAMARD_BLOCKS:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.ndim:
+        raise ArgumentTypeError(f"tensor is {tensor!r}; it must be a floating tensor with an axis")
+    if not isinstance(block_size, int) or block_size not in HADAMARD_BLOCKS:
         raise ArgumentValueError(
             f"block_size is {block_size!r}; it must be a power of 2 from 8 to 1024"
         )
@@ -267,11 +304,12 @@ def hadamard_rotate(tensor: Tensor, block_size: int) -> Tensor:
         raise ArgumentValueError(
             f"tensor has a last axis of {tensor.shape[-1]}; block_size {block_size} must divide it"
         )
-    matrix = torch.ones(1, 1, device=tensor.device)
-    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=tensor.device)
+    wide = tensor.detach().to(accumulation_dtype(tensor.dtype))
+    matrix = wide.new_ones(1, 1)
+    step = wide.new_tensor([[1.0, 1.0], [1.0, -1.0]])
     while matrix.shape[0] < block_size:
         matrix = torch.kron(matrix, step)
-    blocks = tensor.detach().float().unflatten(-1, (-1, block_size))
+    blocks = wide.unflatten(-1, (tensor.shape[-1] // block_size, block_size))
     with torch.no_grad():
         return tensor.copy_((blocks @ matrix / math.sqrt(block_size)).flatten(-2))
 

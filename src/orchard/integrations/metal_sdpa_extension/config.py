@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, overload
 
+from orchard.attention.api import check_number
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 from orchard.quantization import QuantizationConfig as Settings
 from orchard.quantization.config import OPERANDS
@@ -82,17 +83,35 @@ def _named(name: str, given: object, names: dict[str, _E]) -> _E:
     raise ArgumentValueError(f"{name} is {given!r}; it must be one of {allowed}")
 
 
-@dataclass
+@dataclass(slots=True, init=False)
 class BlockSizeConfig:
     """Rows of a block for each operand, and heads of a block."""
 
-    query_block_size: int = 128
-    key_block_size: int = 64
-    value_block_size: int = 64
-    head_block_size: int = 1
+    query_block_size: int
+    key_block_size: int
+    value_block_size: int
+    head_block_size: int
+
+    @overload
+    def __init__(self) -> None: ...
+
+    @overload
+    def __init__(self, q_blk: int, k_blk: int, v_blk: int, h_blk: int = 1) -> None: ...
+
+    def __init__(self, *sizes: int, **named: int) -> None:
+        """Without arguments 128, 64, 64 and 1; else q_blk, k_blk, v_blk and, if not 1, h_blk."""
+        if not sizes and not named:
+            sizes = (128, 64, 64)
+        self._set(*sizes, **named)
+
+    def _set(self, q_blk: int, k_blk: int, v_blk: int, h_blk: int = 1) -> None:
+        self.query_block_size = q_blk
+        self.key_block_size = k_blk
+        self.value_block_size = v_blk
+        self.head_block_size = h_blk
 
 
-@dataclass
+@dataclass(slots=True)
 class HybridGranularityConfig:
     """What hybrid selection chose, and why."""
 
@@ -105,7 +124,7 @@ class HybridGranularityConfig:
     selection_reasoning: str = ""
 
 
-@dataclass
+@dataclass(slots=True)
 class QuantizationConfig:
     """The settings of a quantised call."""
 
@@ -172,6 +191,8 @@ class QuantizationConfig:
         if not isinstance(blocks, BlockSizeConfig):
             raise ArgumentTypeError(f"block_sizes is {blocks!r}; it must be a BlockSizeConfig")
         check_flag("is_causal", self.is_causal)
+        if self.scale is not None:
+            check_number("scale", self.scale)
         check_flag("enable_mixed_precision", self.enable_mixed_precision)
         legacy = self.string_to_quantization_precision(self.precision)
         mixed = (self.query_precision, self.key_precision, self.value_precision)
