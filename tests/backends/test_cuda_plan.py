@@ -183,14 +183,6 @@ def test_an_old_gpu_has_a_reason() -> None:
     assert "sm_75" in reason.sentence
 
 
-def test_it_waits_to_be_asked_for() -> None:
-    backend = CudaBackend(FakeRuntime())
-    held = backend.held_back("auto")
-    assert held is not None
-    assert held.code == "on_request"
-    assert backend.held_back("cuda") is None
-
-
 @pytest.mark.parametrize("architecture", [80, 89, 100])
 def test_hopper_kernels_are_for_hopper(architecture: int) -> None:
     """Another GPU has a reason for them alone, before anything of them is planned."""

@@ -37,7 +37,6 @@ class CudaBackend(Backend):
     name = "cuda"
     summary = "Orchard's own kernels for NVIDIA GPUs, in Triton"
     capabilities = choice.CAPABILITIES
-    on_request = True
     probe_rows = (1, 128)
     rivals = ("aten",)
 

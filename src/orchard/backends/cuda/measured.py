@@ -52,10 +52,13 @@ def table() -> dict[str, Measured]:
 
 
 def slower(problem: Problem, family: str, kernel: str, torch_kernel: str) -> Reason | None:
-    """That a kernel of torch's was measured faster than ours on such a problem, if so."""
+    """That a kernel of torch's was measured faster than ours on such a problem, or that nothing was
+    measured on such a GPU; None where it was and ours is to serve."""
     known = table().get(family)
-    nearest = None if known is None else _nearest(problem, kernel, known.measurements)
-    if known is None or nearest is None or torch_kernel not in nearest.torch:
+    if known is None:
+        return Reason("measured", f"was not measured on {family}, where torch's kernel serves too")
+    nearest = _nearest(problem, kernel, known.measurements)
+    if nearest is None or torch_kernel not in nearest.torch:
         return None
     _, middle, high = nearest.torch[torch_kernel]
     if high >= 1.0:  # some rounds found ours as fast
