@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal, Unpack, overload
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from orchard.attention import api
 from orchard.attention.dropout import draw_seed
 from orchard.attention.leaving import inside
+from orchard.attention.memory import strides_following
 from orchard.attention.strides import axis_order
 from orchard.dispatch.planner import Plan, planner
 from orchard.errors import ArgumentTypeError, ArgumentValueError
@@ -138,12 +140,23 @@ def _plan_plainly(
     operands: tuple[StoredOperand, ...], options: AttentionOptions, return_lse: bool
 ) -> Plan:
     """The plan of attention on operands of these shapes, which checks the arguments."""
-    stand_ins = (torch.empty((), device=o.stored.device).expand(o.stored.shape) for o in operands)
-    with torch.autocast(operands[0].stored.device.type, enabled=False):
+    stand_ins = [_nothing(o.stored.device).expand(o.stored.shape) for o in operands]
+    kind = operands[0].stored.device.type
+    if not torch.is_autocast_enabled(kind):
+        return api.explain(*stand_ins, **options, return_lse=return_lse)
+    with torch.autocast(kind, enabled=False):
         return api.explain(*stand_ins, **options, return_lse=return_lse)
 
 
 def _ordered_as(out: Tensor, query: Tensor) -> Tensor:
     """`out` with its axes in the memory order of `query`, a copy only where it has another."""
+    if out.stride() == strides_following(query, out.shape):
+        return out
     order = axis_order(query.shape, query.stride())
     return out.permute(order).contiguous().permute(sorted(range(out.ndim), key=order.__getitem__))
+
+
+@cache
+def _nothing(device: torch.device) -> Tensor:
+    """A number that nobody reads."""
+    return torch.empty((), device=device)
