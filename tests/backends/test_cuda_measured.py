@@ -113,7 +113,7 @@ def choice(plan: Plan) -> tuple[str | None, str]:
 
 
 def test_the_shipped_table_can_be_read() -> None:
-    """It may be empty: then nothing is left to torch."""
+    """Every family with its place, every ratio with its spread."""
     text = files("orchard.backends.cuda").joinpath("measured.json").read_text()
     assert set(measured.table()) == set(json.loads(text))
     for known in measured.table().values():
@@ -123,9 +123,12 @@ def test_the_shipped_table_can_be_read() -> None:
             assert all(len(ratio) == 3 for ratio in each.torch.values())
 
 
-def test_without_a_measurement_on_the_gpu_torchs_is_taken(use: Any) -> None:
+def test_without_a_measurement_of_the_problem_ours_is_taken(use: Any) -> None:
     use()
-    assert choice(planner().plan(problem())) == ("aten", "cudnn")
+    assert choice(planner().plan(problem())) == ("cuda", "hopper")
+
+
+def test_without_a_measurement_on_such_a_gpu_torchs_is_taken(use: Any) -> None:
     use(entry(), family="sm_80")
     assert choice(planner().plan(problem())) == ("aten", "cudnn")
 
