@@ -44,6 +44,9 @@ CASES = {
     "decode, fp32": replace(LONG, dtype=torch.float32, dim=40, value_dim=24),
     "hopper": replace(SQUARE, value_dim=64),
     "hopper, D 128, causal": replace(SQUARE, dim=128, value_dim=128, causal=True),
+    "hopper, many short rows, causal": replace(
+        SQUARE, value_dim=64, batch=8, heads=40, kv_heads=40, rows=333, keys=333, causal=True
+    ),
     "hopper, fp16, window": replace(SQUARE, dtype=torch.float16, value_dim=64, window=(200, 90)),
     "hopper, mask": replace(MASKED, value_dim=64, mask_grad=True),
     "hopper, D 128, mask, causal": replace(

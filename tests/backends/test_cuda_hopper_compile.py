@@ -62,10 +62,12 @@ def problem(
     )
 
 
-def forward(head_dim: int, **options: object) -> hopper_source.Source:
+def forward(
+    head_dim: int, config: hopper_plan.ForwardConfig | None = None, **options: object
+) -> hopper_source.Source:
     given = problem(head_dim, **options)
     assert hopper_plan.reasons(given) == ()
-    return hopper_source.forward_source(hopper_plan.specialise_forward(given, PROCESSORS))
+    return hopper_source.forward_source(hopper_plan.specialise_forward(given, PROCESSORS, config))
 
 
 def backward(head_dim: int, **options: object) -> hopper_plan.BackwardSpecialisation:
@@ -82,12 +84,16 @@ def rows(head_dim: int, **options: object) -> hopper_source.Source:
     return hopper_source.rows_source(backward(head_dim, deterministic=True, **options))
 
 
-# Source and bytes that it may spill. The forward spills nothing. A block of keys keeps its sums and
-# products in 192 to 224 of 240 registers: there some addresses are spilled, and with Philox and
-# a mask the statistics of rows and their addresses, too.
+# Source and bytes that it may spill. The forward spills nothing, or with four consumers a little. A
+# block of keys keeps its sums and products in 192 to 224 of 240 registers: there some addresses are
+# spilled, and with Philox and a mask the statistics of rows and their addresses, too.
 KERNELS = {
     "forward, D 128, causal": (lambda: forward(128, band=CAUSAL, dtype=torch.float16), 0),
     "forward, D 64, window, tail": (lambda: forward(64, band=WINDOW, keys=4000), 0),
+    "forward, D 64, causal, four consumers": (
+        lambda: forward(64, hopper_plan._FOUR, band=CAUSAL),
+        16,
+    ),
     "forward, D 128, dropout": (lambda: forward(128, dropout=True), 0),
     "forward, D 64, additive mask, softcap": (
         lambda: forward(64, mask=torch.bfloat16, softcap=20.0),

@@ -8,6 +8,7 @@ import torch
 
 from orchard.attention.problem import (
     Band,
+    MaskSpec,
     Options,
     Problem,
     Saved,
@@ -112,6 +113,66 @@ def test_bands_that_leave_a_row_empty_are_known(
     shape = (1, 1, keys, 64)
     problem = problem._replace(key_shape=shape, value_shape=shape)
     assert hopper_plan.specialise_backward(problem).empty_rows is empty
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "strides", "taken", "tiles"),
+    [
+        (BF16, (2, 1, 256, 256), (65536, 65536, 256, 1), True, True),
+        (BF16, (1, 4, 256, 256), (262144, 65536, 256, 1), True, True),
+        (BF16, (2, 4, 256, 256), (0, 0, 256, 1), True, True),
+        (BF16, (2, 1, 1, 256), (256, 256, 256, 1), True, False),
+        (FP32, (2, 1, 1, 256), (256, 256, 256, 1), True, False),
+        (BF16, (2, 1, 256, 1), (256, 256, 1, 1), True, False),
+        (FP32, (2, 1, 256, 256), (65536, 65536, 256, 1), False, False),
+        (BF16, (2, 1, 256, 256), (66048, 66048, 258, 1), False, False),
+        (BF16, (2, 1, 256, 256), (256, 256, 0, 1), False, False),
+    ],
+)
+def test_added_masks(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    taken: bool,
+    tiles: bool,
+) -> None:
+    """For each row and key only by TMA, in the operands' dtype; else where rows or keys share."""
+    problem = pose()._replace(mask=MaskSpec(dtype, shape, strides))
+    assert codes(problem) == ([] if taken else ["mask_strides"])
+    assert hopper_plan.specialise_forward(problem, PROCESSORS).mask_tiles == tiles
+    backward = pose(stage="backward")._replace(mask=problem.mask, mask_grad=True)
+    apart = shape[2:] == (256, 256) and shape[:2] != (2, 4)
+    expected = [] if taken else ["mask_strides"]
+    assert codes(backward) == (expected if apart else ["mask_grad"])
+
+
+def test_a_mask_that_begins_off_16_bytes_has_a_kernel_without_tma() -> None:
+    mask = torch.empty(2 * 256 * 256 + 1, dtype=BF16)
+    problem = pose()._replace(mask=MaskSpec(BF16, (2, 1, 256, 256), (65536, 65536, 256, 1)))
+    special = hopper_plan.specialise_forward(problem, PROCESSORS)
+    assert special.fitting(mask) is special
+    assert special.fitting(None) is special
+    other = special.fitting(mask[1:])
+    assert (other.mask_tiles, other.terms.wide_mask) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "band", "terms", "consumers"),
+    [
+        (1024, Band(None, 0), {}, 4),
+        (1025, Band(None, 0), {}, 3),
+        (1024, None, {}, 3),
+        (1024, Band(None, 0), {"threshold": 6000}, 2),
+    ],
+)
+def test_consumers_of_head_dimension_64(
+    rows: int, band: Band | None, terms: dict[str, Any], consumers: int
+) -> None:
+    problem = pose((16, 16, rows, 64), band=band, **terms)
+    assert hopper_plan.specialise_forward(problem, PROCESSORS).config.consumers == consumers
 
 
 def test_few_tiles_are_dealt_out_and_many_are_taken() -> None:
