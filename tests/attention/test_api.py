@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import orchard
 from orchard.attention import reference
@@ -161,6 +162,30 @@ def test_autocast_is_torchs() -> None:
     assert double.dtype == torch.float64
     assert torch.equal(mine, orchard.attention(*low, mask=mask.bfloat16()))
     assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_autocast_ends_with_the_operands(backend: str) -> None:
+    """What is computed from them has the bits that it has without autocast."""
+    given = [torch.randn(1, 2, 24, 16).bfloat16().requires_grad_() for _ in range(3)]
+    grad_out, grad_lse = torch.randn(1, 2, 24, 16).bfloat16(), torch.randn(1, 2, 24)
+
+    def solve() -> list[Tensor]:
+        out, lse = orchard.attention(*given, softcap=3.0, return_lse=True, backend=backend)
+        return [out, lse, *torch.autograd.grad((out, lse), given, (grad_out, grad_lse))]
+
+    expected = solve()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = solve()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_autocast_of_an_apple_gpu_is_seen() -> None:
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 8, 16, device="mps")
+        with torch.autocast("mps", torch.float16):
+            assert orchard.attention(query, query, query).dtype == torch.float16
 
 
 @pytest.mark.grad

@@ -126,16 +126,21 @@ def profiled_by_another_thread() -> Iterator[None]:
     started, enough = threading.Event(), threading.Event()
 
     def profile() -> None:
-        with torch.profiler.profile():
+        try:
+            with torch.profiler.profile():
+                started.set()
+                enough.wait()
+        finally:
             started.set()
-            enough.wait()
 
     thread = threading.Thread(target=profile)
     thread.start()
     started.wait()
-    yield
-    enough.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        enough.set()
+        thread.join()
 
 
 @pytest.mark.parametrize(

@@ -286,3 +286,73 @@ def test_a_backward_is_launched_with_its_tensors(
         assert (keys[25], last[0]) == (statistics[6], statistics[6])
         assert last[1] == grads.query.data_ptr()
         assert last[-3:] == grads.query.stride()[:3]
+
+
+class RecordedRuntime:
+    """Fills the statistics of rows with what tells them apart; keeps the steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def launch(self, step: Any, *tensors: Any) -> None:
+        self.steps.append(step.specialisation.kernel.partition(".")[2])
+        if self.steps[-1] == "attention_rows":
+            for number, statistic in enumerate(tensors[-3:]):
+                statistic.fill_(10.0 + number)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_backward_with_an_added_mask(
+    offset: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics by the general kernel, padded so that rows past the end weigh nothing."""
+    by_special: dict[Any, Any] = {}
+
+    def kernels_of(special: Any, device: torch.device) -> Any:
+        new = hopper_plan._Kernels(RecordedKernel(), RecordedKernel(), RecordedKernel())
+        return by_special.setdefault(special, new)
+
+    kept: list[torch.Tensor] = []
+
+    def padded(plan: hopper_plan.BackwardPlan, known: torch.Tensor, filling: float) -> torch.Tensor:
+        kept.append(pad(plan, known, filling))
+        return kept[-1]
+
+    pad = hopper_plan.BackwardPlan._padded
+    monkeypatch.setattr(hopper_plan.BackwardPlan, "_padded", padded)
+    monkeypatch.setattr(hopper_plan, "_backward_kernels", kernels_of)
+    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    query, key, value, _, _ = numbered(2, 4, 200, 64)
+    mask = torch.empty(2, 1, 200, 208, dtype=BF16)[..., offset : offset + 200]
+    tensors, grad_out = Tensors(query, key, value, mask), torch.empty_like(query)
+    problem = describe(
+        tensors, Options(0.125), stage="backward", grad_out=grad_out, grad=True, mask_grad=True
+    )
+    problem = problem._replace(deterministic=deterministic)
+    assert codes(problem) == []
+    saved = Saved(torch.empty_like(query), torch.empty(2, 4, 200))
+    kind = BackwardKind(problem, saved.out.stride(), saved.lse.stride(), None)
+    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS), False))
+    runtime = RecordedRuntime()
+    grads = plan.run(runtime, tensors, saved, Upstream(grad_out, None))
+
+    assert runtime.steps == ["attention_rows", "attention_grad_mask"]
+    assert grads.mask.shape == mask.shape
+    lse, delta, spare = kept
+    for statistic, number, filling in ((lse, 10.0, math.inf), (delta, 11.0, 0.0), (spare, 12.0, 0)):
+        assert statistic.shape == (2, 4, 256)
+        assert bool((statistic[..., :200] == number).all())
+        assert bool((statistic[..., 200:] == filling).all())
+    used = [(special, kernels) for special, kernels in by_special.items() if kernels.keys.launches]
+    ((special, kernels),) = used
+    assert special.mask_tiles == (offset == 0)
+    assert kernels.statistics.launches == []
+    keys, last = kernels.keys.launches[0], kernels.last.launches[0]
+    assert (keys[13], keys[16]) == (lse.data_ptr(), delta.data_ptr())
+    assert keys[27:29] == (spare.data_ptr(), 256)
+    masked = keys[39:42] if offset == 0 else keys[39:40]
+    assert masked[0] == (9 if offset == 0 else mask.data_ptr())
+    assert offset or masked[1:] == (mask.data_ptr(), (200 * 208, 200, 208, 1))
+    if deterministic:
+        assert last[15:18] == (lse.data_ptr(), spare.data_ptr(), delta.data_ptr())

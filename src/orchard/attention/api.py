@@ -208,7 +208,7 @@ def _check(
         names = ", ".join(repr(name) for name in planner().backends)
         raise ArgumentValueError(f"backend is {backend!r}; it must be 'auto' or one of {names}")
 
-    if torch._C._is_any_autocast_enabled():
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         query, key, value, mask = _autocast(query, key, value, mask)
     dtype, device = query.dtype, query.device
     if dtype not in _DTYPES:
@@ -364,8 +364,6 @@ def _autocast(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """What torch's autocast does to its own attention: every floating operand but fp64."""
     kind = query.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return query, key, value, mask
     dtype = torch.get_autocast_dtype(kind)
 
     def cast(tensor: Tensor) -> Tensor:

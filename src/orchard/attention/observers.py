@@ -32,7 +32,8 @@ _EXTRAORDINARY = ~_ordinary_keys()  # of wrappers, stand-ins, sparse tensors, ne
 def is_observed(tensors: Iterable[Tensor | None]) -> bool:
     """Whether a mode, transform, tracer or profiler is there, or an operand that needs one.
 
-    Where none is, calling an operator and calling its kernel come to the same.
+    Where none is, calling an operator and calling our kernel of it come to the same. What cannot be
+    seen from here: kernels that others have registered, observers other than torch.profiler's.
     """
     if (
         has_torch_function(tensors)

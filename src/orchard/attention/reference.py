@@ -7,8 +7,9 @@ after them go through the problem in chunks, so that few scores are in flight at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ CPU_CHUNK_BYTES = 4 * 2**20
 GPU_CHUNK_BYTES = 64 * 2**20
 BAND_ROWS = 256  # rows of a chunk under causal or a window, so that it skips keys out of sight
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 
 class Origin(NamedTuple):
     """Where a chunk begins in the whole problem, and how many heads the whole has."""
@@ -50,6 +54,22 @@ class Rows(NamedTuple):
     slope: Tensor | float  # derivative of softcap
     lse: Tensor
     empty: Tensor  # rows with nothing to attend to
+
+
+def _without_autocast(
+    function: Callable[Concatenate[Tensors, _P], _T],
+) -> Callable[Concatenate[Tensors, _P], _T]:
+    """Autocast has had its say about the operands; what is computed from them is not its own."""
+
+    @functools.wraps(function)
+    def run(tensors: Tensors, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        kind = tensors.query.device.type
+        if kind == "meta" or not torch.is_autocast_enabled(kind):
+            return function(tensors, *args, **kwargs)
+        with torch.autocast(kind, enabled=False):
+            return function(tensors, *args, **kwargs)
+
+    return run
 
 
 def softmax_rows(tensors: Tensors, options: Options, origin: Origin | None = None) -> Rows:
@@ -102,6 +122,7 @@ def _by_group(equation: str, by_head: Tensor, by_kv_head: Tensor) -> Tensor:
     return result.flatten(1, 2)
 
 
+@_without_autocast
 def attend(tensors: Tensors, options: Options, origin: Origin | None = None) -> Saved:
     """Attention over these operands, in their dtype: (out, lse)."""
     rows = softmax_rows(tensors, options, origin)
@@ -109,6 +130,7 @@ def attend(tensors: Tensors, options: Options, origin: Origin | None = None) -> 
     return Saved(out.masked_fill(rows.empty, 0.0), rows.lse)
 
 
+@_without_autocast
 def define(tensors: Tensors, options: Options) -> Saved:
     """`attend` in the accumulation dtype, out in the operands': all of the call, in one piece."""
     wide = accumulation_dtype(tensors.query.dtype)
@@ -117,6 +139,7 @@ def define(tensors: Tensors, options: Options) -> Saved:
     return Saved(out.to(tensors.query.dtype), lse)
 
 
+@_without_autocast
 def gradients(
     tensors: Tensors, options: Options, upstream: Upstream, origin: Origin | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -245,6 +268,7 @@ def _widened(tensors: Tensors) -> Tensors:
     )
 
 
+@_without_autocast
 def forward(tensors: Tensors, options: Options, *, chunk_bytes: int | None = None) -> Saved:
     """(out, lse), chunk by chunk."""
     query, value = tensors.query, tensors.value
@@ -286,6 +310,7 @@ def _narrowed(sums: list[Tensor], tensors: Tensors) -> Gradients:
     )
 
 
+@_without_autocast
 def backward(
     tensors: Tensors,
     options: Options,
@@ -308,6 +333,7 @@ def backward(
     return _narrowed(sums, tensors)
 
 
+@_without_autocast
 def double_backward(
     tensors: Tensors,
     options: Options,
