@@ -740,3 +740,20 @@ def test_shim_leaves_others_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "nothing to remove" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([])
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("granularity", extension.HybridStrategy.BALANCED),
+        ("query_precision", extension.OutputPrecision.FP32),
+        ("key_precision", True),
+    ],
+)
+def test_a_member_of_another_enum_is_refused(field: str, given: object) -> None:
+    """Its number may be that of a member, but it means something else."""
+    config = extension.QuantizationConfig()
+    setattr(config, field, given)
+    with pytest.raises(ArgumentValueError, match=f"{field} is"):
+        config.settings()

@@ -140,6 +140,14 @@ def test_analysis_is_of_the_smoothed_key() -> None:
     assert [plan.call.key.stored.format.granularity for plan in chosen] == ["row", "tensor"]
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_not_finite_is_refused(bad: float) -> None:
+    tensor = torch.randn(1, 1, 4, 8)
+    tensor[0, 0, 2, 3] = bad
+    with pytest.raises(ArgumentValueError, match="NaN or Inf"):
+        analyse(tensor)
+
+
 def test_unknown_granularity() -> None:
     """Hybrid is no granularity to expect an error of."""
     with pytest.raises(ArgumentValueError, match="granularity is 'hybrid'"):

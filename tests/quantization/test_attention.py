@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Generator, Tensor
+from torch.autograd import forward_ad
 
 import orchard
 from orchard.attention.dropout import draw_seed
@@ -425,3 +426,49 @@ class TestExplain:
     def test_wrong_config(self) -> None:
         with pytest.raises(TypeError, match="config is 'int8'; it must be a QuantizationConfig"):
             orchard.explain(*operands(torch.float32), config="int8")
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """The same values, whose sign torch turns when they are read."""
+    lazy = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+    assert lazy.is_neg()
+    assert torch.equal(lazy, tensor)
+    return lazy
+
+
+@pytest.mark.layout
+@pytest.mark.parametrize("config", [QuantizationConfig(), PASSING], ids=["int8", "fp32"])
+@pytest.mark.parametrize("place", ["query", "key", "value", "mask"])
+def test_a_sign_that_is_turned_lazily(place: str, config: QuantizationConfig) -> None:
+    given = dict(zip(("query", "key", "value"), operands(), strict=True))
+    given["mask"] = mask("additive")
+    expected = quantized_attention(**given, config=config)
+    given[place] = negated(given[place])
+    assert torch.equal(quantized_attention(**given, config=config), expected)
+
+
+@pytest.mark.dtype
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_the_largest_fp16_stays_finite(rows: int, precision: Any) -> None:
+    """Its level of an asymmetric value may stand for half a step more."""
+    value = torch.full((1, 1, 7, 8), 65504.0, dtype=torch.float16)
+    value[..., 0] = -100.0
+    query, key = (torch.randn(1, 1, n, 8).half() for n in (rows, 7))
+    config = QuantizationConfig(value_precision=precision, symmetric=False)
+    out = quantized_attention(query, key, value, config=config)
+    assert out.dtype == torch.float16
+    assert bool(out.isfinite().all())
+    assert float(out[..., 1:].amin()) > 60000.0
+
+
+@pytest.mark.errors
+def test_derivatives_that_rounding_has_not_are_refused() -> None:
+    query, key, value = operands()
+    with pytest.raises(NotServedError, match=r"torch\.func"):
+        torch.func.grad(lambda x: quantized_attention(x, key, value).sum())(query)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(query, torch.ones_like(query))
+        with pytest.raises(NotServedError, match="forward-mode"):
+            quantized_attention(dual, key, value)
+        quantized_attention(query, key, value)

@@ -92,6 +92,19 @@ def test_a_view_stays_valid() -> None:
     assert torch.equal(taken.dequantize(), before)
 
 
+def test_rows_are_added_outside_of_inference_mode() -> None:
+    key, value = (torch.randn(1, 2, 5, 8) for _ in range(2))
+    cache, other = KVCache(), KVCache()
+    with torch.inference_mode():
+        cache.append(key, value)
+    for _ in range(2):
+        cache.append(key, value)
+    for _ in range(3):
+        other.append(key, value)
+    assert torch.equal(cache.key.dequantize(), other.key.dequantize())
+    assert torch.equal(cache.value.dequantize(), other.value.dequantize())
+
+
 def test_rows_are_seldom_moved() -> None:
     """A thousand tokens, one by one, are copied to a larger buffer a few times only."""
     cache = KVCache()

@@ -191,6 +191,17 @@ def test_whoever_insists_gets_the_error(kernel: Failing) -> None:
     assert orchard.stats()["failures"] == []
 
 
+def test_whoever_insists_gets_the_error_after_others_were_handed_over(kernel: Failing) -> None:
+    kernel.error = NativeError("device lost")
+    with pytest.warns(orchard.FallbackWarning):
+        quantized_attention(*operands())
+    with pytest.raises(NativeError, match="device lost"):
+        quantized_attention(*operands(), backend="cpu")
+    kernel.error = None
+    quantized_attention(*operands(), backend="cpu")
+    assert orchard.stats()["calls"]["quantized_forward"] == {"dequantise": 1, "cpu": 1}
+
+
 @pytest.mark.parametrize(("name", "value"), [("ON_ERROR", "raise"), ("BACKEND", "cpu")])
 def test_the_environment_stops_the_handing_over(
     name: str, value: str, kernel: Failing, monkeypatch: pytest.MonkeyPatch

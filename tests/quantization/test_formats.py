@@ -165,6 +165,17 @@ def test_bytes_of_int4_worked_by_hand() -> None:
     assert stored.data.dtype == torch.uint8
 
 
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_blocks_larger_than_memory(precision: Any) -> None:
+    """Are blocks of everything."""
+    tensor = torch.randn(1, 2, 8, 8)
+    huge = quantize(tensor, precision, block_size=10**12, head_block_size=10**12)
+    whole = quantize(tensor, precision, block_size=8, head_block_size=2)
+    assert torch.equal(huge.dequantize(), whole.dequantize())
+    with pytest.raises(ArgumentValueError, match="block_size"):
+        quantize(tensor, precision, block_size=2**63)
+
+
 def test_every_pair_of_int4_packs() -> None:
     """All 256 pairs come back."""
     pairs = torch.cartesian_prod(*[torch.arange(-8, 8, dtype=torch.int8)] * 2)

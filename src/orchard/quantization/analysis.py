@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from orchard.errors import ArgumentValueError
 from orchard.quantization.formats import (
     LARGEST_LEVEL,
     PASS_THROUGH,
@@ -73,6 +74,8 @@ def analyse(tensor: Tensor, form: Format | None = None) -> TensorAnalysisMetrics
             scales_needed=dict.fromkeys(COARSE_TO_FINE, 0),
         )
     low, high = (float(extreme) for extreme in torch.aminmax(values))
+    if not math.isfinite(high - low):
+        raise ArgumentValueError("the tensor holds NaN or Inf; it must be finite")
     unit = _unit(max(high, -low))
     values = values * (1.0 / unit)  # whose squares neither overflow nor vanish
     magnitudes = values.abs().flatten()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from orchard.attention import api
 from orchard.attention.dropout import draw_seed
@@ -14,7 +16,7 @@ from orchard.attention.leaving import inside
 from orchard.attention.memory import strides_following
 from orchard.attention.strides import axis_order
 from orchard.dispatch.planner import Plan, planner
-from orchard.errors import ArgumentTypeError, ArgumentValueError
+from orchard.errors import ArgumentTypeError, ArgumentValueError, NotServedError
 from orchard.quantization.config import OPERANDS, QuantizationConfig
 from orchard.quantization.engines import (
     AttentionOptions,
@@ -77,6 +79,9 @@ def quantized_attention(
         call = call._replace(seed=draw_seed(call.query.stored.device, options.get("generator")))
     with inside:
         out, lse = planner().carry_out(lambda: plan(call), QuantizedPlan.serve)
+    if call.may_overflow:
+        largest = torch.finfo(call.dtype).max
+        out = out.clamp(-largest, largest)
     out = out.to(call.dtype)
     if isinstance(query, Tensor):
         out = _ordered_as(out, query)
@@ -118,6 +123,7 @@ def _prepare(
                 f"{name} was quantised with layout {operand.layout!r}; the call's is {layout!r}"
             )
     tensors = {str(n): o for n, o in given.items() if not isinstance(o, QuantizedTensor)}
+    _refuse_transforms([*tensors.values(), options.get("mask")])
     stored = quantize_together(
         tensors,
         config.formats,
@@ -134,6 +140,18 @@ def _prepare(
     dtype = PASS_THROUGH[wanted] if wanted is not None else query.dtype
     plain = _plan_plainly((query_, key_, value_), options, return_lse)
     return QuantizedCall(query_, key_, value_, options, return_lse, dtype, plain)
+
+
+def _refuse_transforms(tensors: Sequence[object]) -> None:
+    """Rounding has no derivative: that it is passed over is known to backward alone."""
+    duals = [t for t in tensors if isinstance(t, Tensor)] if forward_ad._current_level >= 0 else []
+    if torch._C._are_functorch_transforms_active() or any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in duals
+    ):
+        raise NotServedError(
+            "quantized_attention has no rule for torch.func and forward-mode derivatives; "
+            "take those of orchard.attention at the dequantised values"
+        )
 
 
 def _plan_plainly(

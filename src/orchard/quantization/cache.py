@@ -85,7 +85,8 @@ def _with_room(buffer: Tensor | None, part: Tensor, length: int) -> Tensor:
     if buffer is not None and buffer.shape[2] >= needed:
         return buffer
     rows = max(needed, FIRST_CAPACITY, 2 * length)
-    larger = part.new_empty((*part.shape[:2], rows, *part.shape[3:]))
+    with torch.inference_mode(False):  # rows may be added outside of it later
+        larger = part.new_empty((*part.shape[:2], rows, *part.shape[3:]))
     if buffer is not None:
         larger[:, :, :length] = buffer[:, :, :length]
     return larger

@@ -83,6 +83,12 @@ class QuantizedCall(NamedTuple):
     seed: Tensor | None = None  # of the dropout, drawn once whoever serves
 
     @property
+    def may_overflow(self) -> bool:
+        """Whether the top level may stand for half a step more than the largest fp16."""
+        value = self.value.stored
+        return self.dtype == value.dtype == torch.float16 and value.zero_points is not None
+
+    @property
     def problem(self) -> QuantizedProblem:
         stored = tuple(_Stored.of(operand.stored) for operand in self[:3])
         return QuantizedProblem(self.plain.problem, stored, self.dtype)
@@ -237,8 +243,9 @@ def plan(call: QuantizedCall) -> QuantizedPlan:
     """The first engine that has nothing against the call, and the reasons of those before it."""
     rejected: list[tuple[str, tuple[Reason, ...]]] = []
     problem = call.problem
+    named = planner().insists(call.options.get("backend", "auto"))
     for engine in ENGINES:
-        failed = planner().set_aside(engine.name, problem)
+        failed = None if named else planner().set_aside(engine.name, problem)
         reasons = engine.reasons(call) if failed is None else (failed,)
         if not reasons:
             return QuantizedPlan(call, problem, engine, tuple(rejected))

@@ -58,8 +58,8 @@ def check_flag(name: str, given: object) -> None:
 def check_size(name: str, given: object) -> None:
     if not isinstance(given, int) or isinstance(given, bool):
         raise ArgumentTypeError(f"{name} is {given!r}; it must be an integer")
-    if given < 1:
-        raise ArgumentValueError(f"{name} is {given}; it must be at least 1")
+    if not 1 <= given < 2**63:
+        raise ArgumentValueError(f"{name} is {given}; it must be at least 1 and below 2^63")
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,8 @@ class QuantizedTensor:
         if not isinstance(part, Tensor) or part.shape != shape or part.dtype != dtype:
             found = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else repr(part)
             raise ArgumentValueError(f"{name} is {found}; it must be {dtype} {list(shape)}")
+        if part.layout is not torch.strided or part.is_neg():
+            raise ArgumentValueError(f"{name} is sparse or negated lazily; it must lie in memory")
         if part.device != self.data.device:
             raise ArgumentValueError(
                 f"{name} is on {part.device}; it must be on data's device, {self.data.device}"
@@ -215,6 +217,8 @@ class QuantizedTensor:
         for name, part in self.parts.items():
             if part.dtype.is_floating_point and not bool(part.float().isfinite().all()):
                 raise ArgumentValueError(f"{name} holds NaN or Inf; it must be finite")
+        if self.mean is not None and bool((self.mean.abs() > LARGEST_MAGNITUDE).any()):
+            raise ArgumentValueError(f"mean holds more than {LARGEST_MAGNITUDE:.4g}")
         if self.scales is None or not self.scales.numel():
             return
         low, high = (float(extreme) for extreme in torch.aminmax(self.scales))
@@ -393,7 +397,8 @@ def row_peaks(values: Tensor) -> Tensor:
 
 def largest_in_groups(rows: Tensor, group: Group) -> Tensor:
     """Maximum of non-negative [B, H, S] over every group; the last of an axis may be ragged."""
-    for axis, size in enumerate(group):
+    for axis, most in enumerate(group):
+        size = min(most, rows.shape[axis])
         if size > 1:
             count = -(-rows.shape[axis] // size)
             padding = [0, 0] * (2 - axis) + [0, count * size - rows.shape[axis]]

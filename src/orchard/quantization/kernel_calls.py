@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from orchard.attention.ops import Settings, backward_op
 from orchard.attention.problem import Saved, is_traced
@@ -33,9 +32,9 @@ def reasons(call: QuantizedCall, backend: str) -> tuple[Reason, ...]:
         if stored.mean is not None and (name != "key" or stored.scales is None):
             sentence = f"takes the mean of a smoothed key in few bits, not that of {name}"
             found.append(Reason("smoothing", sentence, f"quantise {name} without smooth"))
-    if _is_transformed(call):
-        sentence = "has no rule for torch.func, forward-mode derivatives or tracing"
-        found.append(Reason("transform", sentence))
+    given = [operand.source for operand in call[:3]] + [call.options.get("mask")]
+    if any(is_traced(tensor) for tensor in given if tensor is not None):
+        found.append(Reason("transform", "reads memory, which operands have none of in a trace"))
     return tuple(found)
 
 
@@ -47,7 +46,7 @@ def serve_by(attend: Attend, call: QuantizedCall) -> tuple[Tensor, Tensor | None
         sources = [source_of(operand) for operand in call[:3]]
         out, lse = _Attention.apply(*sources, mask, call, attend)  # type: ignore[no-untyped-call]
     else:
-        out, lse = attend(call, mask, call.dtype)
+        out, lse = attend(call, mask, torch.float32 if call.may_overflow else call.dtype)
     stored = call.query.stored
     if stored.layout == "bshd" and stored.ndim > 2:
         out = out.transpose(1, 2)
@@ -99,7 +98,7 @@ class _Attention(torch.autograd.Function):
 def mask_of(call: QuantizedCall) -> Tensor | None:
     """The mask with four axes."""
     mask = call.options.get("mask")
-    return None if mask is None else mask[(None,) * (4 - mask.ndim)]
+    return None if mask is None else mask.resolve_neg()[(None,) * (4 - mask.ndim)]
 
 
 def source_of(operand: StoredOperand) -> Tensor | None:
@@ -128,13 +127,3 @@ def settings_of(call: QuantizedCall) -> Settings:
         causal == "bottom_right",
         options.get("backend", "auto"),
     )
-
-
-def _is_transformed(call: QuantizedCall) -> bool:
-    tensors = [operand.source for operand in call[:3]] + [call.options.get("mask")]
-    given = [tensor for tensor in tensors if tensor is not None]
-    if torch._C._are_functorch_transforms_active() or any(map(is_traced, given)):
-        return True
-    if forward_ad._current_level < 0:
-        return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)

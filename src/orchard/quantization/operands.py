@@ -129,7 +129,7 @@ def four_axes(name: str, tensor: Tensor, layout: Layout = "bhsd") -> Tensor:
         )
     if tensor.ndim not in (2, 3, 4):
         raise ArgumentValueError(f"{name} has shape {list(tensor.shape)}; it must have 2 to 4 axes")
-    view = tensor.detach()
+    view = tensor.detach().resolve_neg()
     if layout == "bshd" and view.ndim > 2:
         view = view.transpose(-3, -2)
     return view[(None,) * (4 - view.ndim)]

@@ -70,7 +70,7 @@ _E = TypeVar("_E", bound=IntEnum)
 
 def member(kind: type[_E], name: str, given: object) -> _E:
     """`given` as a member of the enum; whatever is not one is refused."""
-    if isinstance(given, int) and not isinstance(given, bool) and given in list(kind):
+    if (type(given) is int or isinstance(given, kind)) and given in list(kind):
         return kind(given)
     allowed = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
     raise ArgumentValueError(f"{name} is {given!r}; it must be one of {allowed}")
