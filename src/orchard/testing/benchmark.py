@@ -579,9 +579,9 @@ def measure(
     """Check every side of `case`, then time in turn those that are right.
 
     The peers are torch as its user calls it unless others are named; the fastest of them is what
-    the ratio is to. Those far slower than it take part in the first rounds only: a GPU would cool
-    down while they run, and the others be timed at a clock that nobody's work sees. The steps
-    of `beside` take their turn in every round. Without `peaks`, memory is left out.
+    the ratio is to. Those far slower take part in the first rounds only, so that a GPU stays under
+    the load of those that are compared. The steps of `beside` take their turn in every round.
+    Without `peaks`, memory is left out.
     """
     operands = build(case, device)
     setting = deterministic if case.deterministic else nullcontext
