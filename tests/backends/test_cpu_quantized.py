@@ -449,13 +449,6 @@ class TestReasons:
         object.__setattr__(stored, "data", stored.data.mT.contiguous().mT)
         assert [reason.code for reason in cpu.reasons(call)] == ["layout"]
 
-    def test_forward_derivatives(self) -> None:
-        given = operands(SIZES["ragged"])
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(given[0], torch.ones_like(given[0]))
-            call = explain(dual, *given[1:]).call
-            assert [reason.code for reason in cpu.reasons(call)] == ["transform"]
-
 
 # What the library refuses
 
