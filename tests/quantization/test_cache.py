@@ -321,7 +321,8 @@ def test_malformed_files(name: str | None, tmp_path: Path) -> None:
     cache.save(path)
     with safe_open(path, framework="pt") as file:
         ((key, text),) = file.metadata().items()
-        parts = {part: file.get_tensor(part) for part in file.keys()}  # noqa: SIM118 - no mapping
+        names = file.keys()
+        parts = {name: file.get_tensor(name) for name in names}
     about = json.loads(text)
     if name is not None:
         MALFORMED[name][0](about, parts)

@@ -6,7 +6,7 @@ compiled graph holds one node per call and decides again for every shape it meet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +46,10 @@ _library.define(
     "Tensor value, Tensor? mask, Tensor? seed, Tensor out, Tensor lse, "
     f"{_OPTIONS}, bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_forward_op = torch.ops.orchard.attention_forward.default
-_backward_op = torch.ops.orchard.attention_backward.default
+_Forward = Callable[..., tuple[Tensor, Tensor]]
+_Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+_forward_op: _Forward = torch.ops.orchard.attention_forward.default
+_backward_op: _Backward = torch.ops.orchard.attention_backward.default
 
 
 class Settings(NamedTuple):
@@ -185,7 +187,7 @@ def _forward_kernel(
     if not is_observed(tensors):
         return _serve_forward(tensors, settings, return_lse, grad, mask_grad)
     with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op(*tensors, *settings, return_lse, grad, mask_grad)  # type: ignore[no-any-return]
+        return _forward_op(*tensors, *settings, return_lse, grad, mask_grad)
 
 
 def _backward_kernel(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -193,7 +195,7 @@ def _backward_kernel(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Ten
     with torch._C._AutoDispatchBelowAutograd():
         if not is_observed(args[:9]):
             return _backward(*args)
-        return _backward_op(*args)  # type: ignore[no-any-return]
+        return _backward_op(*args)
 
 
 def _needs_graph(args: tuple[Any, ...]) -> bool:
@@ -307,13 +309,16 @@ def _forward_graph(
 ) -> tuple[Tensor, Tensor]:
     """The forward operator below autograd, on a graph."""
     if torch._C._are_functorch_transforms_active():
-        return _Attention.apply(*tensors, *settings, *flags)  # type: ignore[no-any-return, no-untyped-call]
-    return _EagerAttention.apply(*tensors, settings, flags)  # type: ignore[no-any-return, no-untyped-call]
+        transformed: _Forward = _Attention.apply
+        return transformed(*tensors, *settings, *flags)
+    eager: _Forward = _EagerAttention.apply
+    return eager(*tensors, settings, flags)
 
 
 def _backward_below(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if _needs_graph(args[:6]):
-        return _AttentionBackward.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
+        on_graph: _Backward = _AttentionBackward.apply
+        return on_graph(*args)
     return _backward_kernel(args)
 
 
@@ -322,7 +327,7 @@ def forward_op(
 ) -> tuple[Tensor, Tensor]:
     """The forward operator. Eager calls skip the dispatcher's autograd layer, for speed."""
     if torch.compiler.is_compiling():
-        return _forward_op(*tensors, *settings, return_lse, grad, mask_grad)  # type: ignore[no-any-return]
+        return _forward_op(*tensors, *settings, return_lse, grad, mask_grad)
     with inside:
         if grad:
             return _forward_graph(tensors, settings, (return_lse, grad, mask_grad))
@@ -332,7 +337,7 @@ def forward_op(
 def backward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The backward operator, likewise."""
     if torch.compiler.is_compiling():
-        return _backward_op(*args)  # type: ignore[no-any-return]
+        return _backward_op(*args)
     with inside:
         return _backward_below(*args)
 
@@ -342,7 +347,7 @@ def _forward_autograd(*args: Any) -> tuple[Tensor, Tensor]:
     if _needs_graph(args[:4]):
         return _forward_graph(*_parts(args))
     with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op(*args)  # type: ignore[no-any-return]
+        return _forward_op(*args)
 
 
 _library.impl("attention_forward", _forward, "CompositeExplicitAutograd")

@@ -255,7 +255,8 @@ def _read(
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             described = (file.metadata() or {}).get(_FILE_FORMAT)
-            parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            names = file.keys()
+            parts = {name: file.get_tensor(name) for name in names}
     except safetensor_error as error:
         raise ArgumentValueError(f"path is {str(path)!r}, no safetensors file: {error}") from error
     if described is None:
