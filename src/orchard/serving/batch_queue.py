@@ -21,7 +21,7 @@ from orchard.serving.lanes import checked_device
 from orchard.serving.metrics import PeriodicLog
 from orchard.serving.queue_core import Clock, Limits, QueueCore
 from orchard.serving.queue_stats import QueueStats
-from orchard.serving.requests import HIGHEST_PRIORITY, Request
+from orchard.serving.requests import HIGHEST_PRIORITY, Place, Request
 from orchard.serving.stream_pool import StreamPool
 
 OnFull = Literal["wait", "raise", "drop-oldest"]
@@ -121,7 +121,8 @@ class BatchQueue:
         request = self._request(x, deadline, priority)
         try:
             self._core.submit(request, deadline)
-            self._core.await_admission(request)
+            if request.place is Place.WAITING:
+                self._core.await_admission(request)
         except BaseException:  # the caller will never see the future
             request.cancel()
             raise
@@ -148,7 +149,7 @@ class BatchQueue:
                 f"{HIGHEST_PRIORITY}"
             )
         self._core.check_open()
-        return self._core.request(self._runner.parcel(x), self._runner, priority)
+        return Request(self._runner.parcel(x), self._runner, priority, self._core)
 
     def flush(self) -> None:
         """Run everything submitted so far without waiting for company; returns when it is done."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from orchard.errors import ArgumentValueError, WorkerDied
 from orchard.serving import ending
-from orchard.serving.batching import Batching, Origin, OutputShapeError, Parcel
+from orchard.serving.batching import Batching, OutputShapeError, Parcel
 from orchard.serving.lanes import Lane, open_lanes
 from orchard.text import one_line
 
@@ -79,6 +79,7 @@ class BatchRunner:
         self._modules = () if model is None else tuple(model.modules())
         home = device or (pool.device if pool else _device_of(model_of(function)))
         self._home = home and _indexed(home)
+        self._abroad = self._home if self._home and self._home.type != "cpu" else None
         self._own_pools: dict[torch.device, LanePool] = {}
         self._entries: dict[torch.device, Lane] = {}
         self._lock = threading.Lock()
@@ -98,38 +99,33 @@ class BatchRunner:
     def parcel(self, tree: Any) -> Parcel:
         """A request taken apart, with where it comes from; called by the submitter."""
         parcel = self._batching.parcel(tree)
-        device = self._accelerator([parcel])
-        if device is not None:
-            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            is_there = any(tensor.device == device for tensor in parcel.tensors)
-            parcel.origin = Origin(self._entry(device).before() if is_there else None, stream)
+        self._place(parcel)
+        if parcel.device is not None:
+            parcel.outside = self._entry(parcel.device).outside()
         return parcel
 
-    def _entry(self, device: torch.device) -> Lane:
-        with self._lock:
-            if device not in self._entries:
-                self._entries[device] = open_lanes(device, 1)[0]
-            return self._entries[device]
-
-    def _accelerator(self, parcels: Sequence[Parcel]) -> torch.device | None:
-        """The one device other than the CPU that the requests need, if they need one."""
-        devices = {
-            tensor.device for parcel in parcels for tensor in parcel.tensors if not tensor.is_cpu
-        }
-        if self._home is not None:
-            strangers = devices - {self._home}
-            if strangers:
+    def _place(self, parcel: Parcel) -> None:
+        """Find the one device other than the CPU that the request needs, if it needs one."""
+        parcel.device = self._abroad
+        for leaf in parcel.leaves:
+            if not isinstance(leaf, Tensor) or leaf.is_cpu:
+                continue
+            device = leaf.device
+            if self._home is not None and device != self._home:
                 raise ArgumentValueError(
-                    f"x has a tensor on {strangers.pop()}; the queue runs on {self._home}, and "
-                    "tensors must be there or on the CPU"
+                    f"x has a tensor on {device}; the queue runs on {self._home}, and tensors "
+                    "must be there or on the CPU"
                 )
-            return self._home if self._home.type != "cpu" else None
-        if len(devices) > 1:
-            raise ArgumentValueError(
-                f"x has tensors on {', '.join(sorted(map(str, devices)))}; besides the CPU one "
-                "device is allowed"
-            )
-        return devices.pop() if devices else None
+            if parcel.device is not None and device != parcel.device:
+                raise _two_devices({device, parcel.device})
+            parcel.device, parcel.is_there = device, True
+
+    def _entry(self, device: torch.device) -> Lane:
+        """The default lane of a device."""
+        entry = self._entries.get(device)
+        if entry is None:
+            entry = self._entries.setdefault(device, open_lanes(device, 1)[0])
+        return entry
 
     def warm(self, examples: Sequence[Any]) -> None:
         """Run each example as a batch of its own."""
@@ -181,26 +177,43 @@ class BatchRunner:
     def _run(self, parcels: Sequence[Parcel]) -> list[Any]:
         """Results whose data is ready."""
         self.check_mode()
-        with torch.no_grad(), self._lane(self._accelerator(parcels)) as lane:
-            if lane is not None:
-                for parcel in parcels:
-                    _take_over(parcel, lane)
-            results = self._batching.run(self._function, parcels, self._moves_to)
-            if lane is not None:
-                lane.record().synchronize()
-            else:
+        devices = {parcel.device for parcel in parcels} - {None}
+        if len(devices) > 1:
+            raise _two_devices(devices)
+        device = devices.pop() if devices else None
+        with torch.no_grad(), self._lane(device) as lane:
+            if lane is None:
+                results = self._batching.run(self._function, parcels, self._moves_to)
                 self._await(results)
+            else:
+                results = self._run_in(lane, parcels)
+        return results
+
+    def _run_in(self, lane: Lane, parcels: Sequence[Parcel]) -> list[Any]:
+        """The requests' tensors are held until their work is done, so no lane has to be told."""
+        for outside in {parcel.outside for parcel in parcels if parcel.is_there}:
+            lane.follow(outside)
+        try:
+            results = self._batching.run(self._function, parcels, self._moves_to)
+        except BaseException:
+            with suppress(RuntimeError):  # the first error says more
+                lane.synchronize()
+            raise
+        lane.synchronize()
         for result, parcel in zip(results, parcels, strict=True):
-            if parcel.origin is not None and parcel.origin.stream is not None:
-                _hand_over(result, parcel.origin.stream)
+            if parcel.outside is not None:
+                for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
+                    if isinstance(leaf, Tensor):
+                        lane.lend(leaf, parcel.outside)
         return results
 
     def _await(self, results: list[Any]) -> None:
         """Wait for what a function computed on a device that its requests do not name."""
         leaves = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
         for device in {leaf.device for leaf in leaves if not leaf.is_cpu}:
-            self._entry(device).before().synchronize()
-            self._entry(device).synchronize()
+            entry = self._entry(device)
+            entry.follow(entry.outside())
+            entry.synchronize()
 
     def _lane(self, device: torch.device | None) -> AbstractContextManager[Lane | None]:
         if self._pool is not None:
@@ -259,16 +272,8 @@ def _given(error: BaseException) -> BaseException:
     return died
 
 
-def _take_over(parcel: Parcel, lane: Lane) -> None:
-    """Let the lane begin after the submitter's work on the request's tensors."""
-    if parcel.origin is not None and parcel.origin.ready is not None:
-        lane.wait(parcel.origin.ready)
-        for tensor in parcel.tensors:
-            lane.keep_alive(tensor)
-
-
-def _hand_over(result: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that the submitter's stream will use the result's memory."""
-    for leaf in tree_leaves(result):
-        if isinstance(leaf, Tensor) and leaf.is_cuda:
-            leaf.record_stream(stream)
+def _two_devices(devices: Iterable[torch.device | None]) -> ArgumentValueError:
+    return ArgumentValueError(
+        f"x has tensors on {', '.join(sorted(map(str, devices)))}; besides the CPU one device is "
+        "allowed"
+    )

@@ -6,14 +6,13 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from orchard.errors import ArgumentTypeError, ArgumentValueError
-from orchard.serving.lanes import Event
 
 Function = Callable[..., Any]
 _KINDS_REMEMBERED = 1024
@@ -22,13 +21,6 @@ _LEAF = tree_flatten(0)[1]  # the structure of a lone tensor
 
 class OutputShapeError(ArgumentValueError):
     """The function's result cannot be told apart into the rows of its requests."""
-
-
-class Origin(NamedTuple):
-    """The submitter's side of a request on an accelerator."""
-
-    ready: Event | None  # its tensors are computed; None where they lie on the CPU
-    stream: torch.cuda.Stream | None  # where its result will be used, unless told otherwise
 
 
 @dataclass(slots=True)
@@ -40,15 +32,13 @@ class Parcel:
     rows: int
     group: Hashable  # requests of equal groups may share a batch
     length: int = 0  # of dimension 1, where that is padded
-    origin: Origin | None = None
+    device: torch.device | None = None  # where it runs, if not on the CPU
+    outside: Hashable = None  # where its submitter queues work on that device
+    is_there: bool = False  # some of it lies on that device
 
     @property
     def tree(self) -> Any:
         return tree_unflatten(self.leaves, self.spec)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
 
 class Batching(Protocol):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -81,9 +82,15 @@ class Lane:
                 'processes with torch.multiprocessing.get_context("spawn") and make the pool there'
             )
 
-    def before(self) -> Event:
-        """The point that this thread's work outside the lane has reached."""
-        return Event()
+    def outside(self) -> Hashable:
+        """Where the calling thread queues its work now; None where that is done already."""
+        return None
+
+    def follow(self, outside: Hashable) -> None:
+        """Let later work here begin after what has been queued there so far."""
+
+    def lend(self, tensor: Tensor, outside: Hashable) -> None:
+        """Say that work queued there will use a tensor of this lane."""
 
     def occupied(self, users: int) -> AbstractContextManager[None]:
         """A context in which this thread's work runs here, one of so many threads at work."""
@@ -120,23 +127,33 @@ class CudaEvent(Event):
         self.raw.synchronize()
 
 
+StreamId = tuple[int, int, int]  # of torch: stream, device, kind of device
+
+
 class CudaLane(Lane):
     """A stream of torch's; lane 0 is the default stream."""
 
     def __init__(self, device: torch.device, index: int) -> None:
         super().__init__(device, index)
         self.stream = torch.cuda.Stream(device) if index else torch.cuda.default_stream(device)
+        self.number: int = self.stream.device_index
 
-    @contextmanager
-    def occupied(self, users: int) -> Iterator[None]:
-        outside = torch.cuda.current_stream(self.device)
-        if outside != self.stream:
-            self.stream.wait_stream(outside)
-        with torch.cuda.stream(self.stream):
-            yield
+    def occupied(self, users: int) -> AbstractContextManager[None]:
+        return _OnStream(self)
 
-    def before(self) -> Event:
-        return CudaEvent(torch.cuda.current_stream(self.device))
+    def outside(self) -> Hashable:
+        # As torch.cuda.current_stream, at a twentieth of its cost.
+        return torch._C._cuda_getCurrentStream(self.number)
+
+    def follow(self, outside: Hashable) -> None:
+        stream = _stream_of(outside)
+        if stream is not None and stream != self.stream:
+            self.stream.wait_event(CudaEvent(stream).raw)
+
+    def lend(self, tensor: Tensor, outside: Hashable) -> None:
+        stream = _stream_of(outside)
+        if stream is not None and tensor.is_cuda:
+            tensor.record_stream(stream)
 
     def _record(self) -> Event:
         return CudaEvent(self.stream)
@@ -149,6 +166,35 @@ class CudaLane(Lane):
 
     def _keep_alive(self, tensor: Tensor) -> None:
         tensor.record_stream(self.stream)
+
+
+@lru_cache(maxsize=256)
+def _stream_of(outside: Hashable) -> torch.cuda.Stream | None:
+    if not isinstance(outside, tuple):
+        return None
+    stream, device, kind = outside
+    return torch.cuda.Stream(stream_id=stream, device_index=device, device_type=kind)
+
+
+class _OnStream(AbstractContextManager[None]):
+    """As torch.cuda.stream, at a fraction of its cost, and after what was queued outside."""
+
+    def __init__(self, lane: CudaLane) -> None:
+        self._lane = lane
+
+    def __enter__(self) -> None:
+        lane = self._lane
+        self._outside = lane.outside()
+        self._device = torch.cuda.current_device()
+        lane.follow(self._outside)
+        torch.cuda.set_stream(lane.stream)
+
+    def __exit__(self, *_: object) -> None:
+        stream = _stream_of(self._outside)
+        if stream is not None:
+            torch.cuda.set_stream(stream)
+        if self._device != self._lane.number:
+            torch.cuda.set_device(self._device)
 
 
 _mps_lock = threading.RLock()  # of the process: two threads in MPS at once can end it
@@ -198,7 +244,7 @@ class MpsStreamLane(Lane):
 
     @contextmanager
     def occupied(self, users: int) -> Iterator[None]:
-        self.before()
+        self.outside()
         try:
             with _mps.stream(self.stream):
                 yield
@@ -206,9 +252,9 @@ class MpsStreamLane(Lane):
             if self._kept:
                 self._record()
 
-    def before(self) -> Event:
+    def outside(self) -> Hashable:
         _mps.current_stream().synchronize()
-        return Event()
+        return None
 
     def _record(self) -> Event:
         with self._lock:

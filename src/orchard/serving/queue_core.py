@@ -1,6 +1,7 @@
 """The state of a BatchQueue and the threads that serve it.
 
-All state is guarded by one lock, and the conditions are on it. Nothing of the caller's (function,
+All state is guarded by one lock, and the conditions are on it; a second one, inside it, guards the
+filling of futures. Nothing of the caller's (function,
 collate, callbacks of futures) is ever called with it held: what a thread decides under the lock
 it announces after it has left it. The main thread leaves that to a thread of the queue's.
 
@@ -12,11 +13,11 @@ change that was broken off puts each request where it belongs.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from orchard.serving.registry import Registry
 from orchard.serving.requests import Deadlines, Pending, Place, Request
 from orchard.text import one_line
 
+_NEVER = sys.maxsize
 _RECOVERY = 16  # batches in a row without running out of memory, before the limit doubles again
 
 
@@ -109,6 +111,10 @@ class QueueCore:
         self._limits = limits
         self._clock = clock
         self._pending = Pending()
+        self._arrivals: deque[Request] = deque()  # submitted; the next change looks at them
+        self._arrived_rows = 0  # of these
+        self._alarm = _NEVER  # arrived rows for which a worker is woken
+        self._sleeping = 0  # workers
         self._waiting: OrderedDict[int, Request] = OrderedDict()
         self._unsettled: OrderedDict[int, Request] = OrderedDict()  # until it is announced
         self._deadlines = Deadlines()
@@ -131,6 +137,7 @@ class QueueCore:
     def _make_locks(self) -> None:
         # Reentrant, because a signal handler or a finalizer may come in between and close.
         self._lock = threading.RLock()
+        self.filling = threading.RLock()
         lock: Any = self._lock
         self._is_inside: Callable[[], bool] = lock._is_owned  # as threading.Condition asks it
         self._work = threading.Condition(self._lock)  # there may be a batch for a worker
@@ -140,10 +147,14 @@ class QueueCore:
     # Changing the state, and announcing what was decided
 
     def _begin_change(self, settled: list[Request]) -> None:
-        """To be called first under the lock; takes over what a broken change had settled."""
+        """To be called first under the lock; takes over what a broken change had settled, and
+        what has arrived.
+        """
         if self._torn:
             self._mend(settled)
         self._torn = True
+        if self._arrivals:
+            self._receive()
 
     def _end_change(self, settled: list[Request]) -> None:
         """To be called last under the lock, or before waiting there."""
@@ -174,7 +185,8 @@ class QueueCore:
         self._pending, self._deadlines = Pending(), Deadlines()
         self._waiting = OrderedDict()
         self._unannounced.clear()
-        for request in list(self._unsettled.values()):
+        for number, request in list(self._unsettled.items()):
+            request.number = number
             if request.place is Place.SETTLED:
                 settled.append(request)
             elif request in running:
@@ -213,11 +225,7 @@ class QueueCore:
         if request.deadline is not None:
             self._deadlines.discard(request)
         request.let_go()
-        try:
-            # It runs already where a change was broken off just here.
-            wanted = request.running() or request.set_running_or_notify_cancel()
-        except RuntimeError:  # the holder of the future has filled it
-            wanted = False
+        wanted = request.begin()
         if wanted:
             request.place = Place.RUNNING
         else:
@@ -242,10 +250,6 @@ class QueueCore:
 
     # Submitting
 
-    def request(self, parcel: Parcel, runner: BatchRunner, priority: int) -> Request:
-        """A request that is not in the queue yet; where `submit` is broken off, to be cancelled."""
-        return Request(parcel, runner, priority, self._cancelled)
-
     def submit(self, request: Request, deadline: float | None) -> None:
         """Accept a request, hold it back, or refuse it; never blocks."""
         if self._is_inside():
@@ -253,25 +257,42 @@ class QueueCore:
                 "submit was called by a signal handler or a finalizer that came in the middle of "
                 "another call of this queue"
             )
+        with self._lock:
+            is_open = not self._closed and not self._forked
+            if is_open and deadline is None and not self._waiting and self._has_space():
+                request.arrival = self._clock.now()
+                self._arrivals.append(request)
+                self._arrived_rows += request.parcel.rows
+                if self._arrived_rows >= self._alarm:
+                    self._work.notify()
+                    self._alarm = _NEVER
+                return
+        self._submit(request, deadline)
+
+    def _has_space(self) -> bool:
+        return self._pending.count + len(self._arrivals) < self._limits.max_pending
+
+    def _submit(self, request: Request, deadline: float | None) -> None:
+        """Accept it at once, hold it back, or refuse it."""
         with _Announcement(self) as settled, self._lock:
             self.check_open()
-            full = len(self._pending) >= self._limits.max_pending
+            full = not self._has_space()
             if full and self._limits.on_full == "raise":
                 self._record.counts.rejected += 1
-                raise QueueFull(f"the queue holds max_pending={len(self._pending)} requests")
+                raise QueueFull(f"the queue holds max_pending={self._limits.max_pending} requests")
             if deadline is not None:
                 self._hire_clerk()
             self._begin_change(settled)
-            number = request.number = self._last_number = self._last_number + 1
             request.arrival = self._clock.now()
-            self._unsettled[number] = request
+            self._register(request)
             if deadline is not None:
                 request.deadline = request.arrival + deadline
                 self._deadlines.add(request)
                 if request.deadline == self._deadlines.next():
                     self._time.notify()
             if full or self._waiting:
-                self._waiting[number] = request
+                request.place = Place.WAITING
+                self._waiting[request.number] = request
             else:
                 self._accept(request)
             if full and self._limits.on_full == "drop-oldest":
@@ -279,9 +300,28 @@ class QueueCore:
                 self._admit()
             self._end_change(settled)
 
+    def _register(self, request: Request) -> None:
+        """Give it the next number, and from here to its end a place among the unsettled."""
+        self._last_number += 1
+        self._unsettled[self._last_number] = request
+        request.number = self._last_number
+
+    def _receive(self) -> None:
+        """Accept what has arrived. Each stays in its line until that is done; one that was
+        registered already is of a change that was broken off.
+        """
+        while self._arrivals:
+            request = self._arrivals[0]
+            if not request.number:
+                self._register(request)
+                self._accept(request)
+            self._arrivals.popleft()
+        self._arrived_rows = 0
+
     def check_open(self) -> None:
         """Raise where nothing can be submitted any more."""
-        self._check_process()
+        if self._forked:
+            self._check_process()
         if self._closed:
             raise QueueClosed("the queue is closed")
 
@@ -296,13 +336,14 @@ class QueueCore:
 
     def _admit(self) -> None:
         """Let those held back in while there is space, in their order."""
-        while self._waiting and len(self._pending) < self._limits.max_pending:
+        while self._waiting and self._pending.count < self._limits.max_pending:
             self._accept(self._waiting.popitem(last=False)[1])
 
     def _accept(self, request: Request) -> None:
         request.place = Place.PENDING
         request.let_go()
         rows = self._pending.add(request)
+        self._alarm -= request.parcel.rows
         # Others of its group have set a timer; a worker is needed for the first and the last.
         if rows == request.parcel.rows or rows >= self._limit:
             self._work.notify()
@@ -317,7 +358,7 @@ class QueueCore:
             request.admission = threading.Event()
         request.admission.wait()
 
-    def _cancelled(self, request: Request) -> None:
+    def cancelled(self, request: Request) -> None:
         """A request whose future was cancelled leaves the queue, at the latest in its turn."""
         if self._forked or self._is_inside():
             return
@@ -421,9 +462,7 @@ class QueueCore:
                 if not taken:
                     oldest = self._pending.oldest()
                     self._end_change(settled)
-                    self._clock.wait_until(
-                        self._work, None if oldest is None else oldest + max_delay
-                    )
+                    self._sleep(None if oldest is None else oldest + max_delay)
                     continue
                 worker.batch = tuple(taken)  # before anything else may fail
                 worker.batch = tuple(filter(self._begin, taken))
@@ -431,10 +470,24 @@ class QueueCore:
                 self._admit()
                 if self._pending:  # the thread that watched the rest may have been this one
                     self._work.notify()
+                self._set_alarm()
                 self._end_change(settled)
                 if worker.batch:
                     parcels = [request.parcel for request in worker.batch]
                     return Load(worker.batch[0].runner, parcels)
+
+    def _sleep(self, moment: float | None) -> None:
+        """Wait for work, at the longest until `moment`."""
+        self._sleeping += 1
+        self._set_alarm()
+        try:
+            self._clock.wait_until(self._work, moment)
+        finally:
+            self._sleeping -= 1
+
+    def _set_alarm(self) -> None:
+        """Have those who submit wake a worker once a batch may be full, or begin to gather."""
+        self._alarm = self._pending.missing(self._limit) if self._sleeping else _NEVER
 
     def _conclude(self, worker: Worker, report: Report, start: float) -> None:
         with _Announcement(self) as settled, self._lock:
@@ -470,6 +523,7 @@ class QueueCore:
         """Halve the limit after running out of memory; double it again after a while without."""
         if report.out_of_memory and report.memory_is_at_fault:
             self._limit = max(1, min(self._limit, *report.out_of_memory) // 2)
+            self._set_alarm()
             self._batches_in_memory = 0
         elif not report.out_of_memory and self._limit < self._limits.max_batch:
             self._batches_in_memory += 1
@@ -507,21 +561,26 @@ class QueueCore:
     def flush(self) -> None:
         """Run what has been submitted without waiting for company, and wait for its outcome."""
         may_wait = self.may_wait()
-        with self._lock:
+        with _Announcement(self) as settled, self._lock:
             self._check_process()
+            self._begin_change(settled)
             number = self._flushed = self._last_number
             self._work.notify_all()
-            if not may_wait:
-                return
+            self._end_change(settled)
+        if not may_wait:
+            return
+        with self._lock:
             self._announced.wait_for(lambda: next(iter(self._unsettled), number + 1) > number)
 
     def stats(self) -> QueueStats:
-        with self._lock:
+        with _Announcement(self) as settled, self._lock:
             self._check_process()
+            self._begin_change(settled)
+            self._end_change(settled)
             now = self._clock.now()
             return self._record.stats(
                 waiting=len(self._waiting),
-                pending=len(self._pending),
+                pending=self._pending.count,
                 running=sum(r.place is Place.RUNNING for r in self._unsettled.values()),
                 limit=self._limit,
                 max_batch=self._limits.max_batch,
@@ -606,17 +665,12 @@ class QueueCore:
         """The threads are gone: what they would have answered is answered here."""
         self._make_locks()
         self._forked = True
-        for request in list(self._unsettled.values()):
-            # Its lock may have been held by a thread of the parent, so it is made anew.
-            request._condition = threading.Condition()
-            if not request.done():
-                Future.__init__(request)
-                request.set_exception(
-                    ForkedProcessError("the request was submitted in the parent of this process")
-                )
-            if request.place is not Place.SETTLED:
-                request.settle(None)
+        for request in {*self._unsettled.values(), *self._arrivals}:
+            request.orphan(
+                ForkedProcessError("the request was submitted in the parent of this process")
+            )
         self._unsettled.clear()
+        self._arrivals.clear()
 
 
 _cores: Registry[QueueCore] = Registry()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures._base import FINISHED, PENDING, RUNNING
+from contextlib import AbstractContextManager, suppress
 from enum import Enum
 from operator import attrgetter
-from threading import Event
-from typing import TYPE_CHECKING, Any
+from threading import Condition, Event, Lock
+from typing import TYPE_CHECKING, Any, Protocol
 
 from orchard.serving.batching import Parcel
 
@@ -28,33 +29,73 @@ _STALE_DEADLINES = 64
 class Place(Enum):
     """Where a request is; it only ever moves on."""
 
+    ARRIVED = "submitted, not yet looked at"
     WAITING = "held back by a full queue"
     PENDING = "accepted, not yet run"
     RUNNING = "in a worker's batch"
     SETTLED = "its outcome is decided"
 
 
-class Request(Future[Any]):
-    """A request, and the future that its submitter holds."""
+class Owner(Protocol):
+    """What a request needs of its queue."""
 
-    def __init__(
-        self,
-        parcel: Parcel,
-        runner: BatchRunner,
-        priority: int,
-        on_cancel: Callable[[Request], None],
-    ) -> None:
-        super().__init__()
-        self.number = 0  # in order of arrival; 0 before that
+    @property
+    def filling(self) -> AbstractContextManager[object]:
+        """A reentrant lock, inside which nothing is waited for."""
+        ...
+
+    def cancelled(self, request: Request) -> None:
+        """Take it out of the queue."""
+
+
+class Request(Future[Any]):
+    """A request, and the future that its submitter holds.
+
+    Most futures are only ever asked for their result, by one thread, which passes a gate. What
+    concurrent.futures keeps for everything else is made when something asks for it: where many
+    threads submit, each line that one of them touches comes from another processor's cache.
+    """
+
+    _state = PENDING
+    _result: Any = None
+    _exception: BaseException | None = None
+    _is_open = False
+    number = 0  # in order of arrival; 0 before the queue has looked at it
+    arrival = 0.0  # a moment of the queue's clock, as is the deadline
+    deadline: float | None = None
+    place = Place.ARRIVED
+    outcome: Outcome | None = None  # once it is decided, until the future has it
+    admission: Event | None = None  # of a submitter that blocks: it waits no more
+
+    def __init__(self, parcel: Parcel, runner: BatchRunner, priority: int, owner: Owner) -> None:
+        # Without the base's, whose attributes are the class's or made by `__getattr__`.
         self.parcel = parcel
         self.runner = runner
         self.priority = priority
-        self.arrival = 0.0  # a moment of the queue's clock, as is the deadline
-        self.deadline: float | None = None
-        self.place = Place.WAITING
-        self.outcome: Outcome | None = None  # once it is decided, until the future has it
-        self.admission: Event | None = None  # of a submitter that blocks: it waits no more
-        self._on_cancel = on_cancel
+        self._owner = owner
+        self._gate = Lock()
+        self._gate.acquire()
+
+    def __getattr__(self, name: str) -> Any:
+        """Make what the base's methods guard and notify with, as one of them asks for it."""
+        if name not in ("_condition", "_waiters", "_done_callbacks"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        with self._owner.filling:
+            mine = self.__dict__
+            mine.setdefault("_waiters", [])
+            mine.setdefault("_done_callbacks", [])
+            mine.setdefault("_condition", Condition())
+            return mine[name]
+
+    def _is_bare(self) -> bool:
+        """Whether nobody has a part in the future but who waits at the gate; under `filling`."""
+        return "_condition" not in self.__dict__
+
+    def _open(self) -> None:
+        with self._owner.filling:
+            if not self._is_open:
+                self._is_open = True
+                self._gate.release()
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -65,6 +106,21 @@ class Request(Future[Any]):
         """Wake the submitter that is held back, if there is one."""
         if self.admission is not None:
             self.admission.set()
+
+    def begin(self) -> bool:
+        """Let it run; False where it was cancelled, or filled by its holder."""
+        with self._owner.filling:
+            if self._is_bare():
+                self._state = RUNNING
+                return True
+        try:
+            # It runs already where a change was broken off just here.
+            wanted = self.running() or self.set_running_or_notify_cancel()
+        except RuntimeError:  # the holder of the future has filled it
+            wanted = False
+        if not wanted:
+            self._open()  # its holder may have been interrupted before that
+        return wanted
 
     def settle(self, outcome: Outcome | None) -> None:
         """Decide its outcome; None where it was cancelled.
@@ -78,19 +134,56 @@ class Request(Future[Any]):
     def announce(self) -> None:
         """Fill the future, unless its holder has done so."""
         outcome, self.outcome = self.outcome, None
+        if outcome is None:
+            return
+        with self._owner.filling:
+            if self._is_bare():
+                self._result, self._exception = outcome
+                self._state = FINISHED
+                self._open()
+                return
         with suppress(InvalidStateError):
-            if outcome is None or self.done():
+            if self.done():
                 return
             if outcome.error is None:
                 self.set_result(outcome.value)
             else:
                 self.set_exception(outcome.error)
 
+    def orphan(self, error: BaseException) -> None:
+        """Fill it in a forked child, where no thread will; its locks may be anyone's."""
+        for name in ("_condition", "_waiters", "_done_callbacks"):
+            self.__dict__.pop(name, None)
+        self._gate = Lock()
+        self._gate.acquire()
+        self._is_open = False
+        if self.done():
+            self._open()
+        else:
+            self.set_exception(error)
+        if self.place is not Place.SETTLED:
+            self.settle(None)
+
+    def result(self, timeout: float | None = None) -> Any:
+        if timeout is None:
+            # No interruption comes between taking the lock and the block that gives it back.
+            with self._gate:
+                pass
+        if self._state == FINISHED and self._exception is None:
+            return self._result
+        return super().result(timeout)
+
+    def _invoke_callbacks(self) -> None:
+        """The base's last step, once it is filled or cancelled."""
+        self._open()
+        base: Any = super()
+        base._invoke_callbacks()
+
     def cancel(self) -> bool:
         """As of every future; one that is cancelled leaves its queue."""
         cancelled = super().cancel()
         if cancelled:
-            self._on_cancel(self)
+            self._owner.cancelled(self)
         return cancelled
 
 
@@ -148,10 +241,10 @@ class Pending:
 
     def __init__(self) -> None:
         self._groups: dict[Hashable, _Group] = {}
-        self._count = 0
+        self.count = 0  # of requests
 
-    def __len__(self) -> int:
-        return self._count
+    def __bool__(self) -> bool:
+        return self.count > 0
 
     def __iter__(self) -> Iterator[Request]:
         for group in self._groups.values():
@@ -168,7 +261,7 @@ class Pending:
             line = group.lines[request.priority] = OrderedDict()
         line[request.number] = request
         group.rows += parcel.rows
-        self._count += 1
+        self.count += 1
         return group.rows
 
     def remove(self, request: Request) -> None:
@@ -176,7 +269,7 @@ class Pending:
         line = group.lines[request.priority]
         del line[request.number]
         group.rows -= request.parcel.rows
-        self._count -= 1
+        self.count -= 1
         if not line:
             del group.lines[request.priority]
         if not group.lines:
@@ -215,6 +308,12 @@ class Pending:
         for request in batch:
             self.remove(request)
         return batch
+
+    def missing(self, limit: int) -> int:
+        """How many rows more may fill a batch of `limit`; one where nothing waits."""
+        if not self._groups:
+            return 1
+        return max(1, limit - max(group.rows for group in self._groups.values()))
 
     def oldest(self) -> float | None:
         """When the request that has waited longest came."""

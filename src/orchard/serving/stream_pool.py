@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ import torch
 
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 from orchard.serving import ending
-from orchard.serving.lanes import Event, Lane, checked_device, open_lanes
+from orchard.serving.lanes import Lane, checked_device, open_lanes
 from orchard.serving.ledger import Lease, LeaseCounts, Ledger, OnExhausted
 from orchard.serving.registry import Registry
 from orchard.serving.workers import Carried, TaskCounts, Workers
@@ -169,16 +169,16 @@ class StreamPool:
             raise ArgumentTypeError(f"fn is a {type(fn).__name__}; it must be callable")
         self._check_process()
         self._ledger.check_open()
-        before = self._lanes[0].before()
+        outside = self._lanes[0].outside()
         return self._workers.submit(
-            partial(self._call, Carried(), before, partial(fn, *args, **kwargs))
+            partial(self._call, Carried(), outside, partial(fn, *args, **kwargs))
         )
 
-    def _call(self, carried: Carried, before: Event, call: Callable[[], R]) -> R:
+    def _call(self, carried: Carried, outside: Hashable, call: Callable[[], R]) -> R:
         outermost = self._seats.seat is None
         try:
             with _Block(self, accepted=True) as lane:
-                lane.wait(before)
+                lane.follow(outside)
                 try:
                     result: R = carried.run(call)
                 finally:
