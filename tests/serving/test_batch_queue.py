@@ -8,8 +8,8 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, wait
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future, as_completed, wait
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -113,6 +113,33 @@ def test_a_full_batch_does_not_wait() -> None:
     gate = Gate()
     with BatchQueue(gate, max_batch=3, max_delay=1.0, clock=ManualClock()) as queue:
         assert answers([queue.submit(row(n)) for n in range(3)]) == [0, 2, 4]
+
+
+@pytest.mark.parametrize("between", ["stats", "deadline", "cancel", "other kind", "rows"])
+def test_a_full_batch_does_not_wait_whatever_came_before_its_last(between: str) -> None:
+    """Those who submit wake the worker: what they count by must not miss what others do."""
+    gate = Gate()
+    with BatchQueue(gate, max_batch=8, max_delay=1.0, clock=ManualClock()) as queue:
+        futures = [queue.submit(row(n)) for n in range(5)]
+        match between:
+            case "stats":
+                assert queue.stats().pending == 5
+            case "deadline":
+                futures.append(queue.submit(row(5), deadline=60.0))
+            case "cancel":
+                assert futures.pop().cancel()
+            case "other kind":
+                other = [queue.submit(torch.ones(1, 5)) for _ in range(7)]
+            case "rows":
+                futures.append(queue.submit(row(5, rows=2)))
+        rows = sum(2 if between == "rows" and n == 5 else 1 for n in range(len(futures)))
+        assert gate.batches == []
+        futures += [queue.submit(row(10 + n)) for n in range(8 - rows)]
+        assert len(answers(futures)) == len(futures)
+        assert [len(batch) for batch in gate.batches] == [8]
+        if between == "other kind":
+            assert queue.submit(torch.ones(1, 5)).result(PATIENCE).shape == (1, 5)
+            assert [future.done() for future in other] == [True] * 7
 
 
 def test_a_lone_request_runs_without_a_clock_by_hand() -> None:
@@ -1075,6 +1102,92 @@ def test_the_pool_and_the_device_must_agree() -> None:
     pool.device = torch.device("meta")
     with pytest.raises(ArgumentValueError, match="device"):
         BatchQueue(refuse_negative, pool=pool, device="cpu")
+
+
+# Futures
+
+
+def test_a_future_has_what_concurrent_futures_gives_it() -> None:
+    """A request makes these itself: another Python may name them otherwise."""
+    made = {"_condition", "_waiters", "_done_callbacks"}
+    assert set(vars(Future())) == made | {"_state", "_result", "_exception"}
+
+
+def test_several_threads_wait_for_one_result() -> None:
+    gate = Gate()
+    with BatchQueue(gate, max_delay=0) as queue:
+        held = gate.hold(queue)
+        future = queue.submit(row(7))
+        found: list[float] = []
+        waits = [
+            lambda: future.result(),
+            lambda: future.result(PATIENCE),
+            lambda: wait([future], PATIENCE).done.pop().result(),
+            lambda: next(as_completed([future], PATIENCE)).result(),
+            lambda: asyncio.run(awaited(future)),
+        ]
+        threads = [
+            threading.Thread(target=lambda ask=ask: found.append(ask()[0, 0].item()))
+            for ask in 3 * waits
+        ]
+        for thread in threads:
+            thread.start()
+        gate.open.set()
+        join(threads)
+        assert answers([held]) == [2 * HELD]
+    assert found == [14.0] * 15
+
+
+async def awaited(future: Future[Any]) -> Any:
+    return await asyncio.wrap_future(future)
+
+
+@pytest.mark.parametrize("outcome", ["result", "error", "cancelled"])
+def test_who_waits_goes_on_before_callbacks_are_called(outcome: str) -> None:
+    """A callback may wait for the thread that waits for the result."""
+
+    def function(x: Tensor) -> Tensor:
+        if outcome == "error":
+            raise ZeroDivisionError
+        return x * 2
+
+    gate = Gate(function)
+    with BatchQueue(gate, max_delay=0) as queue:
+        gate.hold(queue)
+        future = queue.submit(row(1))
+        went_on, seen = threading.Event(), []
+
+        def ask() -> None:
+            with (
+                pytest.raises((CancelledError, ZeroDivisionError))
+                if outcome != "result"
+                else (nullcontext())
+            ):
+                assert future.result()[0, 0].item() == 2
+            went_on.set()
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        future.add_done_callback(lambda _: seen.append(went_on.wait(PATIENCE)))
+        if outcome == "cancelled":
+            assert future.cancel()
+        gate.open.set()
+        join([thread])
+        queue.flush()
+        assert seen == [True]
+
+
+def test_a_future_that_its_holder_fills() -> None:
+    """As with every future that is another's: the queue's answer is dropped, nobody hangs."""
+    gate = Gate()
+    with BatchQueue(gate, max_delay=0) as queue:
+        gate.hold(queue)
+        before, meanwhile = queue.submit(row(1)), queue.submit(row(2))
+        before.set_result("mine")
+        assert before.result() == "mine"
+        gate.open.set()
+        assert answers([meanwhile]) == [4]
+        assert before.result() == "mine"
 
 
 # CUDA
