@@ -46,8 +46,14 @@ class RecordedKernel:
     def describe(self, place: int, geometry: hopper_plan.Geometry) -> Known[int, tuple[Any, ...]]:
         return Known(lambda address: (place, address, geometry.strides))
 
+    def bind(self, *arguments: object) -> tuple[object, ...]:
+        return arguments
+
+    def launch(self, programs: int, device: int, bound: tuple[object, ...]) -> None:
+        self.launches.append(bound)
+
     def __call__(self, programs: int, device: int, *arguments: object) -> None:
-        self.launches.append(arguments)
+        self.launch(programs, device, self.bind(*arguments))
 
 
 def codes(problem: Problem) -> list[str]:
@@ -233,13 +239,17 @@ def numbered(*shape: int) -> Tensors:
     return Tensors(query, key.transpose(1, 2).contiguous().transpose(1, 2), value)
 
 
-def test_a_forward_is_launched_with_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of each call: descriptors in order, then lse, which stands in for what is not there."""
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_forward_is_launched_with_its_tensors(
+    wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of each call: descriptors in order, then lse, and 0 for what is not there."""
     kernel = RecordedKernel()
     monkeypatch.setattr(hopper_plan, "_forward_kernel", lambda special, device: kernel)
     monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
     calls = [numbered(2, 4, 256, 64), numbered(2, 4, 256, 64)]
-    plan = hopper_plan.plan_forward(describe(calls[0], Options(0.125)), PROCESSORS)
+    plan = hopper_plan.plan_forward(describe(calls[0], Options(0.125), lse=wanted), PROCESSORS)
+    assert plan.special.lse == wanted
     for n in (0, 1, 0):
         tensors = calls[n]
         out, lse = plan.run(None, tensors)
@@ -247,8 +257,39 @@ def test_a_forward_is_launched_with_its_tensors(monkeypatch: pytest.MonkeyPatch)
         for place, tensor in enumerate((*tensors[:3], out)):
             found = launched[3 * place : 3 * place + 3]
             assert found == (place, tensor.data_ptr(), tensor.stride())
-        assert launched[12:14] == (lse.data_ptr(), lse.data_ptr())
+        assert lse.shape == ((2, 4, 256) if wanted else (0,))
+        assert launched[12:14] == (lse.data_ptr() if wanted else 0, 0)
         assert launched[14:22] == plan.work
+        assert launched[22:] == plan.terms.arguments(None, None)
+
+
+@pytest.mark.parametrize("other", ["mask", "seed", "counter"])
+def test_a_forward_is_launched_with_its_further_tensors(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = RecordedKernel()
+    monkeypatch.setattr(hopper_plan, "_forward_kernel", lambda special, device: kernel)
+    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    tensors, processors = numbered(2, 4, 256, 64), PROCESSORS
+    threshold, tiles = 0, 0
+    if other == "mask":
+        tensors = tensors._replace(mask=torch.empty(2, 1, 256, 256, dtype=BF16))
+        tiles = 2
+    elif other == "seed":
+        tensors, threshold = tensors._replace(seed=torch.empty(2, dtype=torch.int32)), 6000
+    else:
+        processors = 2
+    plan = hopper_plan.plan_forward(
+        describe(tensors, Options(0.125, threshold=threshold)), processors
+    )
+    plan.run(None, tensors)
+    (launched,) = kernel.launches
+    assert plan.special.dynamic == (other == "counter")
+    assert launched[12] == 0
+    assert (launched[13] != 0) == (other == "counter")
+    mask, seed = launched[24 : 25 + tiles], launched[28 + tiles]
+    assert mask == ((4, tensors.mask.data_ptr(), (65536, 256, 256, 1)) if tiles else (0,))
+    assert seed == (tensors.seed.data_ptr() if other == "seed" else 0)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

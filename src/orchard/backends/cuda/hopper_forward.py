@@ -46,9 +46,10 @@ class Consumer:
     masks: Ring  # a stage of each consumer after the other
     INDEX: gl.constexpr
     PIPELINED: gl.constexpr  # scores of a tile are computed beside the output of the one before
+    LSE: gl.constexpr  # whether it is stored
 
     @gluon.constexpr_function
-    def __init__(self, work, terms, keys, values, masks, INDEX, PIPELINED):
+    def __init__(self, work, terms, keys, values, masks, INDEX, PIPELINED, LSE):
         self.work = work
         self.terms = terms
         self.keys = keys
@@ -56,6 +57,7 @@ class Consumer:
         self.masks = masks
         self.INDEX = gl.constexpr(INDEX)
         self.PIPELINED = gl.constexpr(PIPELINED)
+        self.LSE = gl.constexpr(LSE)
 
     @gluon.jit
     def take_turn(self):
@@ -350,9 +352,11 @@ def _consume(consumer, schedule, out, lse, queries):
             tma.async_copy_shared_to_global(
                 out, [batch, head, first_row, 0], queries.buffers.index(slot % queries.STAGES)
             )
-            row = first_row + gl.arange(0, ROWS, layout=top.type.layout)
-            plane = (batch * work.heads + head).to(gl.int64)
-            gl.store(lse + plane * work.rows + row, _lse(terms, top, total), mask=row < work.rows)
+            if consumer.LSE:
+                row = first_row + gl.arange(0, ROWS, layout=top.type.layout)
+                plane = (batch * work.heads + head).to(gl.int64)
+                places = lse + plane * work.rows + row
+                gl.store(places, _lse(terms, top, total), mask=row < work.rows)
             tma.store_wait(pendings=0)
         else:
             step = consumer.release(step, tile_end - tile_begin)
@@ -374,7 +378,7 @@ def forward_kernel(
     factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale,
     CONSUMERS: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     PIPELINED: gl.constexpr, DYNAMIC: gl.constexpr,
-    LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr,
+    LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr, LSE: gl.constexpr,
     SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr,
     MASK_TILES: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -409,9 +413,9 @@ def forward_kernel(
     schedule = make_schedule(work, counter, DYNAMIC)
     fence_async_shared()
     produced = schedule, terms, query, key, value, mask, queries, keys, values, masks
-    consumer = Consumer(work, terms, keys, values, masks, 0, PIPELINED)
+    consumer = Consumer(work, terms, keys, values, masks, 0, PIPELINED, LSE)
     first = consumer, schedule, out, lse, queries
-    consumer = Consumer(work, terms, keys, values, masks, 1, PIPELINED)
+    consumer = Consumer(work, terms, keys, values, masks, 1, PIPELINED, LSE)
     second = consumer, schedule, out, lse, queries
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -420,7 +424,7 @@ def forward_kernel(
             [REGISTERS, REGISTERS],
         )
     else:
-        consumer = Consumer(work, terms, keys, values, masks, 2, PIPELINED)
+        consumer = Consumer(work, terms, keys, values, masks, 2, PIPELINED, LSE)
         third = consumer, schedule, out, lse, queries
         if CONSUMERS == 3:
             gl.warp_specialize(
@@ -429,7 +433,7 @@ def forward_kernel(
                 [REGISTERS, REGISTERS, REGISTERS],
             )
         else:
-            consumer = Consumer(work, terms, keys, values, masks, 3, PIPELINED)
+            consumer = Consumer(work, terms, keys, values, masks, 3, PIPELINED, LSE)
             fourth = consumer, schedule, out, lse, queries
             gl.warp_specialize(
                 [

@@ -17,7 +17,7 @@ from orchard.attention.dropout import keep_scale
 from orchard.attention.memory import Place, dense, following
 from orchard.attention.problem import Gradients, MaskSpec, Problem, Saved, Tensors, Upstream
 from orchard.backends.cuda import launch
-from orchard.backends.cuda.launch import Backward, BackwardKind, Setting
+from orchard.backends.cuda.launch import NO_LSE, Backward, BackwardKind, Setting
 from orchard.backends.cuda.runtime import Runtime
 from orchard.dispatch.backend import Reason
 from orchard.dispatch.known import Known
@@ -35,6 +35,7 @@ _PADDING = 128  # rows of the statistics are padded to whole tiles
 _FURTHEST = 2**30  # a bound of the band that excludes nothing, and can be added to a row
 _LOG2_E = 1.4426950408889634
 _KNOWN_PROBLEMS = 4096
+KNOWN_ADDRESSES = 64  # of the tensors of a plan: an allocator gives out the same few again
 _WIDE = 16  # bytes of a wide load
 
 
@@ -91,6 +92,7 @@ class ForwardSpecialisation(NamedTuple):
     tail: bool  # the last tile of keys is not whole
     dynamic: bool  # programs take tiles when they are ready, instead of having them dealt out
     mask_tiles: bool  # tiles of the mask come by TMA
+    lse: bool  # it is stored
     terms: TermsSpecialisation
     config: ForwardConfig
 
@@ -201,10 +203,10 @@ def _describe_mask(kernel: Kernel, place: int, problem: Problem) -> Described | 
     return None if geometry is None else kernel.describe(place, geometry)
 
 
-def _descriptors(places: Sequence[Described], tensors: Sequence[Tensor]) -> list[Any]:
+def _descriptors(places: Sequence[Described], addresses: Iterable[int]) -> list[Any]:
     arguments: list[Any] = []
-    for place, tensor in zip(places, tensors, strict=True):
-        arguments += place[tensor.data_ptr()]
+    for place, address in zip(places, addresses, strict=True):
+        arguments += place[address]
     return arguments
 
 
@@ -229,18 +231,17 @@ class ScoreTerms(NamedTuple):
         )
 
     def arguments(
-        self, tensors: Tensors, spare: int, of_mask: Described | None = None
+        self, mask: Tensor | None, seed: Tensor | None, of_mask: Described | None = None
     ) -> tuple[Any, ...]:
-        """`spare` is an address for a tensor that is not there."""
-        _, _, _, mask, seed = tensors
-        masked: tuple[Any, ...] = (spare,)
+        """A tensor that is not there has address 0."""
+        masked: tuple[Any, ...] = (0,)
         if mask is not None:
             masked = (mask.data_ptr(),) if of_mask is None else of_mask[mask.data_ptr()]
         return (
             *self.scales,
             *masked,
             *self.mask_strides,
-            spare if seed is None else seed.data_ptr(),
+            0 if seed is None else seed.data_ptr(),
             *self.dropout,
         )
 
@@ -281,34 +282,39 @@ class ForwardPlan(NamedTuple):
     device: int
     described: tuple[Described, ...]  # of query, key, value and out
     out: Place
-    lse: Place
+    lse: Place | None
     mask: Described | None  # where its tiles come by TMA
     work: tuple[int, ...]
     terms: ScoreTerms
+    # Where there are no other tensors: arguments by the addresses of these four.
+    plain: Mapping[tuple[int, ...], tuple[Any, ...]] | None
 
     def run(self, _: Any, tensors: Tensors) -> Saved:
-        query, key, value, mask, _ = tensors
-        device, kernel = query.device, self.kernel
-        special = self.special.fitting(mask)
+        query, key, value, mask, seed = tensors
+        device = query.device
+        out = self.out.allocate(device)
+        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+        if self.plain is not None:
+            self.kernel.launch(self.programs, self.device, self.plain[addresses])
+            return Saved(out, NO_LSE)
+        special, kernel = self.special.fitting(mask), self.kernel
         if special is not self.special:
             kernel = _forward_kernel(special, device)
-        out, lse = self.out.allocate(device), self.lse.allocate(device)
-        address = lse.data_ptr()
-        counter = torch.zeros(1, dtype=torch.int32, device=device) if self.special.dynamic else lse
-        of_query, of_key, of_value, of_out = self.described
+        lse = None if self.lse is None else self.lse.allocate(device)
+        counter = torch.zeros(1, dtype=torch.int32, device=device) if special.dynamic else None
         kernel(
             self.programs,
             self.device,
-            *of_query[query.data_ptr()],
-            *of_key[key.data_ptr()],
-            *of_value[value.data_ptr()],
-            *of_out[out.data_ptr()],
-            address,
-            counter.data_ptr(),
+            *_descriptors(self.described, addresses),
+            *(_address(lse), _address(counter)),
             *self.work,
-            *self.terms.arguments(tensors, address, self.mask if special.mask_tiles else None),
+            *self.terms.arguments(mask, seed, self.mask if special.mask_tiles else None),
         )
-        return Saved(out, lse)
+        return Saved(out, NO_LSE if lse is None else lse)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def specialise_forward(
@@ -324,6 +330,7 @@ def specialise_forward(
         tail=problem.key_length % config.keys != 0,
         dynamic=_row_tiles(problem, config) >= _DYNAMIC_TURNS * processors,
         mask_tiles=_mask_geometry(problem) is not None,
+        lse=problem.lse or problem.grad,
         terms=_terms(problem),
         config=config,
     )
@@ -354,17 +361,26 @@ def plan_forward(
     kernel = _forward_kernel(special, problem.device)
     planes, shape = problem.batch * problem.heads, _out_shape(problem)
     geometries = *_operand_geometries(problem), Geometry.of(shape, problem.out_strides)
+    described, terms = _describe(kernel, geometries), ScoreTerms.of(problem)
+    work = (*_sizes(problem), planes, _cohort(problem, special), *_band(problem))
+
+    def arguments(addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        absent = terms.arguments(None, None)
+        return kernel.bind(*_descriptors(described, addresses), 0, 0, *work, *absent)
+
+    others = special.lse or special.dynamic or problem.mask or problem.options.threshold
     return ForwardPlan(
         special,
         kernel,
         min(_row_tiles(problem, special.config), processors),
         _index(problem.device),
-        _describe(kernel, geometries),
+        described,
         Place(shape, problem.out_strides, problem.dtype),
-        dense(shape[:3]),
+        dense(shape[:3]) if special.lse else None,
         _describe_mask(kernel, len(geometries), problem),
-        (*_sizes(problem), planes, _cohort(problem, special), *_band(problem)),
-        ScoreTerms.of(problem),
+        work,
+        terms,
+        None if others else Known(arguments, KNOWN_ADDRESSES),
     )
 
 
@@ -428,10 +444,10 @@ class BackwardPlan(NamedTuple):
         kernels.keys(
             self.programs[1],
             self.device,
-            *_descriptors(self.keys, (*given, lse, delta, *results)),
+            *_descriptors(self.keys, map(_address, (*given, lse, delta, *results))),
             *(spare.data_ptr(), self.statistic.shape[1]),
             *(*self.sizes, *self.key_order, *self.band),
-            *(*self.terms.arguments(tensors, lse.data_ptr(), of_mask), scale),
+            *(*self.terms.arguments(*tensors[3:], of_mask), scale),
         )
         if sums is not None:
             kernels.last(
@@ -445,10 +461,10 @@ class BackwardPlan(NamedTuple):
             kernels.last(
                 self.programs[2],
                 self.device,
-                *_descriptors(self.rows, (*given, grad_query)),
+                *_descriptors(self.rows, map(_address, (*given, grad_query))),
                 *(lse.data_ptr(), spare.data_ptr(), delta.data_ptr()),
                 *(*self.sizes, *self.row_order, *self.band),
-                *self.terms.arguments(tensors, lse.data_ptr()),
+                *self.terms.arguments(*tensors[3:]),
                 *(self.statistic.shape[1], self.scale),
             )
         return Gradients(grad_query, grad_key, grad_value, by_mask)

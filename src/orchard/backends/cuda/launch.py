@@ -23,7 +23,7 @@ from orchard.backends.cuda.variant import Numbers, Strides, Variant
 
 _LOG2_E = 1.4426950408889634
 _ABSENT = Strides(0, 0, 0, 0)  # of a tensor that is not there
-_NO_LSE = torch.empty(0)  # stands for an lse that was not asked for; nobody writes to it
+NO_LSE = torch.empty(0)  # stands for an lse that was not asked for; nobody writes to it
 
 Shape = tuple[int, ...]
 Statistics = tuple[Tensor, Tensor, Tensor | None]  # shift, delta and spare of rows
@@ -59,7 +59,7 @@ class Forward(NamedTuple):
     def run(self, runtime: Runtime, tensors: Tensors) -> Saved:
         out, lse = _allocate(self.out, self.lse, tensors.query.device)
         runtime.launch(self.step, *tensors, out, lse)
-        return Saved(out, _NO_LSE if lse is None else lse)
+        return Saved(out, NO_LSE if lse is None else lse)
 
 
 class Decode(NamedTuple):
@@ -85,7 +85,7 @@ class Decode(NamedTuple):
             )
             runtime.launch(self.step, *tensors, None, None, *parts)
             runtime.launch(self.join, *parts, out, lse)
-        return Saved(out, _NO_LSE if lse is None else lse)
+        return Saved(out, NO_LSE if lse is None else lse)
 
 
 class MaskGradient(NamedTuple):
@@ -176,7 +176,7 @@ class EmptyForward(NamedTuple):
 
     def run(self, _: Runtime, tensors: Tensors) -> Saved:
         out, lse = _allocate(self.out, self.lse, tensors.query.device)
-        return Saved(out.zero_(), _NO_LSE if lse is None else lse.fill_(-torch.inf))
+        return Saved(out.zero_(), NO_LSE if lse is None else lse.fill_(-torch.inf))
 
 
 class EmptyBackward(NamedTuple):

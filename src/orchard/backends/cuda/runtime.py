@@ -132,7 +132,7 @@ class TritonRuntime:
         return Gpu(architecture, properties.multi_processor_count)
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
-        if device.index == torch.cuda.current_device():
+        if device.index == torch._C._cuda_getDevice():
             return _HERE
         return torch.cuda.device(device)
 
