@@ -22,6 +22,7 @@ from orchard.backends.cuda.tuning import blocks, head_block
 from orchard.backends.cuda.variant import Numbers, Strides, Variant
 
 _LOG2_E = 1.4426950408889634
+_EARLY_LAUNCHES = 90  # the least architecture with programmatic dependent launches
 _ABSENT = Strides(0, 0, 0, 0)  # of a tensor that is not there
 NO_LSE = torch.empty(0)  # stands for an lse that was not asked for; nobody writes to it
 
@@ -227,7 +228,11 @@ def plan_decode(problem: Problem, setting: Setting) -> Decode:
     key_blocks = blocks(problem.key_length, config.keys)
     per_split = blocks(key_blocks, tuning.splits(problem, setting.gpu, config.keys))
     splits = blocks(key_blocks, per_split)
-    variant = _variant(problem, config, setting)._replace(lse=lse is not None, split=splits > 1)
+    variant = _variant(problem, config, setting)._replace(
+        lse=lse is not None,
+        split=splits > 1,
+        early=splits > 1 and setting.gpu.architecture >= _EARLY_LAUNCHES,
+    )
     step = _step(
         problem,
         "decode.attention_splits",

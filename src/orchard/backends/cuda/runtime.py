@@ -190,7 +190,11 @@ def compiled(specialisation: Specialisation, pointers: Pointers, architecture: i
     return triton.compile(
         ASTSource(kernel, *_signature(specialisation, pointers, kernel.arg_names)),
         target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": specialisation.warps, "num_stages": specialisation.stages},
+        options={
+            "num_warps": specialisation.warps,
+            "num_stages": specialisation.stages,
+            "launch_pdl": specialisation.variant.early,
+        },
     )
 
 
