@@ -17,6 +17,7 @@ from orchard.attention.problem import (
     describe,
 )
 from orchard.backends.cuda import hopper_plan
+from orchard.backends.cuda.hopper_plan import Added
 from orchard.backends.cuda.launch import BackwardKind, Setting
 from orchard.backends.cuda.runtime import Gpu
 from orchard.dispatch.known import Known
@@ -179,6 +180,34 @@ def test_consumers_of_head_dimension_64(
 ) -> None:
     problem = pose((16, 16, rows, 64), band=band, **terms)
     assert hopper_plan.specialise_forward(problem, PROCESSORS).config.consumers == consumers
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "softcap", "tiles", "added"),
+    [
+        (BF16, 0.125, 0.0, True, Added.ACCUMULATED),
+        (BF16, 1.0, 0.0, True, Added.ACCUMULATED),
+        (BF16, 2.0, 0.0, True, Added.FUSED),
+        (BF16, 0.13, 0.0, True, Added.FUSED),
+        (BF16, 0.125, 5.0, True, Added.FUSED),
+        (BF16, 0.125, 0.0, False, Added.FUSED),
+        (torch.float16, 0.125, 0.0, True, Added.FUSED),
+    ],
+)
+def test_how_an_added_mask_meets_the_products(
+    dtype: torch.dtype, scale: float, softcap: float, tiles: bool, added: Added
+) -> None:
+    """They are added to it where the query can be scaled exactly and tiles come by TMA."""
+    mask = (2, 1, 256 if tiles else 1, 256)
+    problem = pose(dtype=dtype)._replace(
+        options=Options(scale, softcap),
+        mask=MaskSpec(dtype, mask, (mask[2] * 256, mask[2] * 256, 256, 1)),
+    )
+    special = hopper_plan.specialise_forward(problem, PROCESSORS)
+    assert special.mask_tiles == tiles
+    assert special.config.added == added
+    off = special.fitting(torch.empty(9, dtype=BF16)[1:])
+    assert off.config.added == Added.FUSED
 
 
 def test_few_tiles_are_dealt_out_and_many_are_taken() -> None:

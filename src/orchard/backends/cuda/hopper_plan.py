@@ -6,7 +6,9 @@ Nothing here imports Triton: the kernels are imported when a first problem is pl
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,12 +41,22 @@ KNOWN_ADDRESSES = 64  # of the tensors of a plan: an allocator gives out the sam
 _WIDE = 16  # bytes of a wide load
 
 
+class Added(IntEnum):
+    """How an added mask meets the products."""
+
+    SEPARATE = 0  # added to scaled products; an exponent is a difference and a product
+    FUSED = 1  # the same, and an exponent is one instruction
+    ACCUMULATED = 2  # products of a scaled query are added to it
+
+
 class ForwardConfig(NamedTuple):
     consumers: int  # warpgroups of 64 rows each
     keys: int  # of a tile
     stages: int  # of keys and of values
     registers: int  # of a thread in a consumer
     pipelined: bool  # scores of a tile beside the output of the one before, in turns
+    added: Added = Added.SEPARATE
+    overlapped: bool = False  # in a pipeline, weights are made before the output is waited for
 
 
 class BackwardConfig(NamedTuple):
@@ -100,7 +112,10 @@ class ForwardSpecialisation(NamedTuple):
         """This, or what takes a mask that begins where its wide loads cannot."""
         if mask is None or mask.data_ptr() % _WIDE == 0:
             return self
-        return self._replace(mask_tiles=False, terms=self.terms.narrow)
+        config = self.config
+        if config.added == Added.ACCUMULATED:
+            config = config._replace(added=Added.FUSED)
+        return self._replace(mask_tiles=False, terms=self.terms.narrow, config=config)
 
 
 class BackwardSpecialisation(NamedTuple):
@@ -345,7 +360,19 @@ def _forward_config(problem: Problem, processors: int) -> ForwardConfig:
     # A pipeline has no room for tiles of masks that are loaded one by one, and with D 128 gains
     # nothing where there is that much to do beside the products.
     loaded = terms.mask != "none" and _mask_geometry(problem) is None
-    return _FORWARD._replace(pipelined=plain or (tile == 64 and not loaded))
+    pipelined = plain or (tile == 64 and not loaded)
+    if terms.mask != "additive":
+        return _FORWARD._replace(pipelined=pipelined)
+    return _FORWARD._replace(pipelined=pipelined, added=_added(problem), overlapped=pipelined)
+
+
+def _added(problem: Problem) -> Added:
+    """Products are added to a mask where they come scaled: by a query that is scaled exactly."""
+    mantissa, exponent = math.frexp(problem.options.scale)
+    exact = problem.dtype is torch.bfloat16 and mantissa == 0.5 and -8 <= exponent <= 1
+    if exact and not problem.options.softcap and _mask_geometry(problem) is not None:
+        return Added.ACCUMULATED
+    return Added.FUSED
 
 
 def _row_tiles(problem: Problem, config: ForwardConfig) -> int:

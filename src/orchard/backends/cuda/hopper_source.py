@@ -199,6 +199,8 @@ def forward_source(special: ForwardSpecialisation) -> Source:
         "HIGH": special.high,
         "TAIL": special.tail,
         "LSE": special.lse,
+        "ADDED": config.added.value,
+        "OVERLAPPED": config.overlapped,
     }
     types |= _SHAPE | terms
     if special.mask_tiles:
