@@ -32,7 +32,7 @@ _QUERY_STAGES = gl.constexpr(2)
 
 SEPARATE = gl.constexpr(0)  # how an added mask meets the products: see hopper_plan.Added
 ACCUMULATED = gl.constexpr(2)
-_HUGE = gl.constexpr(1e38)  # times log2(e) it is still finite
+_HUGE = gl.constexpr(2.0**27)  # fp32 has multiples of 16 from here on
 
 _REACHED = gl.constexpr("""{ .reg .pred never; setp.lt.f32 never, $1, 0f00000000;
 @never pmevent 0; mov.f32 $0, $1; }""")
@@ -249,7 +249,7 @@ def _reached(total):
 @gluon.jit
 def _unit(origin):
     """What scores are multiplied by in exponents. Beside a huge origin they differ by nothing or by
-    so much that no unit matters: 1, for log2(e) times it would be infinite."""
+    so much that no unit matters: 1, for the rounding of a product would be an exponent itself."""
     return gl.where(gl.abs(origin) > _HUGE, 1.0, LOG2_E)
 
 
@@ -275,7 +275,7 @@ def _softmax(consumer, rows, products, mask_tile, tile, top, total):
         unit = _unit(origin)
         base = origin * unit
         weights = gl.exp2(scores * gl.expand_dims(unit, 1) - gl.expand_dims(base, 1))
-        fade = gl.exp2(top * _unit(top) - base)
+        fade = gl.exp2(top * unit - base)
     else:
         weights = terms.power(scores, gl.expand_dims(origin, 1))
         fade = terms.power(top, origin) if terms.MASK == ADDITIVE else gl.exp2(top - origin)
