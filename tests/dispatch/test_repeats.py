@@ -136,6 +136,8 @@ def test_deterministic_algorithms_make_another_kind(counting: Counting) -> None:
         ({}, {"backend": ["auto"]}),
         ({}, {"window": 5}),
         ({}, {"causal": []}),
+        ({}, {"mask": MASK.to_sparse()}),
+        ({}, {"mask": 5}),
     ],
 )
 def test_a_wrong_argument_is_found_though_an_equal_one_was_right(

@@ -44,24 +44,15 @@ def kind_of(
         or layout != "bhsd"
         or type(backend) is not str
         or query.ndim != 4
+        or (torch.is_grad_enabled() and _learnt(query, key, value, mask))
         or _is_any_autocast_enabled()
         or forward_ad._current_level >= 0
     ):
         return None
-    of_mask = None
-    if mask is not None:
-        if type(mask) is not Tensor or mask.ndim != 4:
-            return None
-        of_mask = mask.shape, mask.stride(), mask.dtype, mask.device
+    if mask is not None and (type(mask) is not Tensor or mask.ndim != 4):
+        return None
     if window is not None and not (
         type(window) is tuple and all(type(bound) is int for bound in window)
-    ):
-        return None
-    if torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (mask is not None and mask.requires_grad)
     ):
         return None
     if is_observed((query, key, value, mask)):
@@ -80,7 +71,7 @@ def kind_of(
         key.device,
         value.device,
         (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16,
-        of_mask,
+        None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
         causal,
         window,
         scale,
@@ -89,3 +80,10 @@ def kind_of(
         backend,
         _get_deterministic_algorithms(),
     )
+
+
+def _learnt(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether one of them wants a gradient."""
+    if query.requires_grad or key.requires_grad or value.requires_grad:
+        return True
+    return isinstance(mask, Tensor) and mask.requires_grad

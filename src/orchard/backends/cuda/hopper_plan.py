@@ -218,10 +218,10 @@ def _describe_mask(kernel: Kernel, place: int, problem: Problem) -> Described | 
     return None if geometry is None else kernel.describe(place, geometry)
 
 
-def _descriptors(places: Sequence[Described], addresses: Iterable[int]) -> list[Any]:
+def _descriptors(places: Sequence[Described], tensors: Sequence[Tensor]) -> list[Any]:
     arguments: list[Any] = []
-    for place, address in zip(places, addresses, strict=True):
-        arguments += place[address]
+    for place, tensor in zip(places, tensors, strict=True):
+        arguments += place[tensor.data_ptr()]
     return arguments
 
 
@@ -317,19 +317,20 @@ class ForwardPlan(NamedTuple):
             kernel = _forward_kernel(special, device)
         lse = None if self.lse is None else self.lse.allocate(device)
         counter = torch.zeros(1, dtype=torch.int32, device=device) if special.dynamic else None
+        of_query, of_key, of_value, of_out = self.described
         kernel(
             self.programs,
             self.device,
-            *_descriptors(self.described, addresses),
-            *(_address(lse), _address(counter)),
+            *of_query[addresses[0]],
+            *of_key[addresses[1]],
+            *of_value[addresses[2]],
+            *of_out[addresses[3]],
+            0 if lse is None else lse.data_ptr(),
+            0 if counter is None else counter.data_ptr(),
             *self.work,
             *self.terms.arguments(mask, seed, self.mask if special.mask_tiles else None),
         )
         return Saved(out, NO_LSE if lse is None else lse)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def specialise_forward(
@@ -392,8 +393,9 @@ def plan_forward(
     work = (*_sizes(problem), planes, _cohort(problem, special), *_band(problem))
 
     def arguments(addresses: tuple[int, ...]) -> tuple[Any, ...]:
-        absent = terms.arguments(None, None)
-        return kernel.bind(*_descriptors(described, addresses), 0, 0, *work, *absent)
+        pairs = zip(described, addresses, strict=True)
+        descriptors = (argument for place, address in pairs for argument in place[address])
+        return kernel.bind(*descriptors, 0, 0, *work, *terms.arguments(None, None))
 
     others = special.lse or special.dynamic or problem.mask or problem.options.threshold
     return ForwardPlan(
@@ -471,7 +473,7 @@ class BackwardPlan(NamedTuple):
         kernels.keys(
             self.programs[1],
             self.device,
-            *_descriptors(self.keys, map(_address, (*given, lse, delta, *results))),
+            *_descriptors(self.keys, (*given, lse, delta, *results)),
             *(spare.data_ptr(), self.statistic.shape[1]),
             *(*self.sizes, *self.key_order, *self.band),
             *(*self.terms.arguments(*tensors[3:], of_mask), scale),
@@ -488,7 +490,7 @@ class BackwardPlan(NamedTuple):
             kernels.last(
                 self.programs[2],
                 self.device,
-                *_descriptors(self.rows, map(_address, (*given, grad_query))),
+                *_descriptors(self.rows, (*given, grad_query)),
                 *(lse.data_ptr(), spare.data_ptr(), delta.data_ptr()),
                 *(*self.sizes, *self.row_order, *self.band),
                 *self.terms.arguments(*tensors[3:]),

@@ -126,13 +126,14 @@ class Kernel:
 
     def __call__(self, programs: int, device: int, *arguments: object) -> None:
         """Enqueue on the current stream; the arguments are those of `Source.types`, in order."""
-        self.launch(programs, device, self.bind(*arguments))
+        self._launch(programs, 1, 1, self._stream(device), *self._launched_as, *arguments)
 
     def bind(self, *arguments: object) -> tuple[object, ...]:
         """Arguments as `launch` takes them, time and again."""
         return (*self._launched_as, *arguments)
 
     def launch(self, programs: int, device: int, bound: tuple[object, ...]) -> None:
+        """The same with arguments that are bound."""
         self._launch(programs, 1, 1, self._stream(device), *bound)
 
 
