@@ -100,6 +100,11 @@ KERNELS = {
         0,
     ),
     "forward, D 128, additive mask": (lambda: forward(128, mask=torch.bfloat16), 0),
+    "forward, D 64, additive mask": (lambda: forward(64, mask=torch.bfloat16), 0),
+    "forward, D 64, additive mask, causal, fp16": (
+        lambda: forward(64, mask=torch.float16, dtype=torch.float16, band=CAUSAL),
+        0,
+    ),
     "backward, D 128, fused": (lambda: keys(128), 64),
     "backward, D 64, fused, causal": (lambda: keys(64, band=CAUSAL), 128),
     "backward, D 128, fused, dropout, bool mask": (
@@ -130,6 +135,18 @@ def test_a_kernel_compiles_for_hopper(name: str, tmp_path: Path) -> None:
     assert "wgmma.mma_async instructions are serialized" not in report
     spilled = int(re.search(r"(\d+) bytes spill stores", report)[1])
     assert spilled <= spilled_at_most
+
+
+def test_weights_are_made_while_the_output_before_them_is(tmp_path: Path) -> None:
+    """In machine code: between the waits for products and for the output are all exponentials."""
+    compiled = forward(64, mask=torch.bfloat16).compile(SM_90)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+    codes = " ".join(re.findall(r"DEPBAR[.]LE gsb0, 0x[01]|MUFU[.]EX2|HGMMA", text))
+    overlapped = re.findall(r"gsb0, 0x1((?: MUFU[.]EX2)+) DEPBAR[.]LE gsb0, 0x0", codes)
+    assert [between.count("MUFU") for between in overlapped] == [66, 66]  # of two consumers
 
 
 def test_the_kernels_before_and_after_a_backward_load_wide() -> None:

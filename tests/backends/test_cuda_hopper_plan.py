@@ -17,6 +17,7 @@ from orchard.attention.problem import (
     describe,
 )
 from orchard.backends.cuda import hopper_plan
+from orchard.backends.cuda.hopper_plan import Added
 from orchard.backends.cuda.launch import BackwardKind, Setting
 from orchard.backends.cuda.runtime import Gpu
 from orchard.dispatch.known import Known
@@ -46,8 +47,14 @@ class RecordedKernel:
     def describe(self, place: int, geometry: hopper_plan.Geometry) -> Known[int, tuple[Any, ...]]:
         return Known(lambda address: (place, address, geometry.strides))
 
+    def bind(self, *arguments: object) -> tuple[object, ...]:
+        return arguments
+
+    def launch(self, programs: int, device: int, bound: tuple[object, ...]) -> None:
+        self.launches.append(bound)
+
     def __call__(self, programs: int, device: int, *arguments: object) -> None:
-        self.launches.append(arguments)
+        self.launch(programs, device, self.bind(*arguments))
 
 
 def codes(problem: Problem) -> list[str]:
@@ -175,6 +182,34 @@ def test_consumers_of_head_dimension_64(
     assert hopper_plan.specialise_forward(problem, PROCESSORS).config.consumers == consumers
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale", "softcap", "tiles", "added"),
+    [
+        (BF16, 0.125, 0.0, True, Added.ACCUMULATED),
+        (BF16, 1.0, 0.0, True, Added.ACCUMULATED),
+        (BF16, 2.0, 0.0, True, Added.FUSED),
+        (BF16, 0.13, 0.0, True, Added.FUSED),
+        (BF16, 0.125, 5.0, True, Added.FUSED),
+        (BF16, 0.125, 0.0, False, Added.FUSED),
+        (torch.float16, 0.125, 0.0, True, Added.FUSED),
+    ],
+)
+def test_how_an_added_mask_meets_the_products(
+    dtype: torch.dtype, scale: float, softcap: float, tiles: bool, added: Added
+) -> None:
+    """They are added to it where the query can be scaled exactly and tiles come by TMA."""
+    mask = (2, 1, 256 if tiles else 1, 256)
+    problem = pose(dtype=dtype)._replace(
+        options=Options(scale, softcap),
+        mask=MaskSpec(dtype, mask, (mask[2] * 256, mask[2] * 256, 256, 1)),
+    )
+    special = hopper_plan.specialise_forward(problem, PROCESSORS)
+    assert special.mask_tiles == tiles
+    assert special.config.added == added
+    off = special.fitting(torch.empty(9, dtype=BF16)[1:])
+    assert off.config.added == Added.FUSED
+
+
 def test_few_tiles_are_dealt_out_and_many_are_taken() -> None:
     few = hopper_plan.specialise_forward(pose((1, 24, 1024, 64)), PROCESSORS)
     many = hopper_plan.specialise_forward(pose((4, 32, 4096, 64)), PROCESSORS)
@@ -233,13 +268,17 @@ def numbered(*shape: int) -> Tensors:
     return Tensors(query, key.transpose(1, 2).contiguous().transpose(1, 2), value)
 
 
-def test_a_forward_is_launched_with_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of each call: descriptors in order, then lse, which stands in for what is not there."""
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_forward_is_launched_with_its_tensors(
+    wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of each call: descriptors in order, then lse, and 0 for what is not there."""
     kernel = RecordedKernel()
     monkeypatch.setattr(hopper_plan, "_forward_kernel", lambda special, device: kernel)
     monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
     calls = [numbered(2, 4, 256, 64), numbered(2, 4, 256, 64)]
-    plan = hopper_plan.plan_forward(describe(calls[0], Options(0.125)), PROCESSORS)
+    plan = hopper_plan.plan_forward(describe(calls[0], Options(0.125), lse=wanted), PROCESSORS)
+    assert plan.special.lse == wanted
     for n in (0, 1, 0):
         tensors = calls[n]
         out, lse = plan.run(None, tensors)
@@ -247,8 +286,39 @@ def test_a_forward_is_launched_with_its_tensors(monkeypatch: pytest.MonkeyPatch)
         for place, tensor in enumerate((*tensors[:3], out)):
             found = launched[3 * place : 3 * place + 3]
             assert found == (place, tensor.data_ptr(), tensor.stride())
-        assert launched[12:14] == (lse.data_ptr(), lse.data_ptr())
+        assert lse.shape == ((2, 4, 256) if wanted else (0,))
+        assert launched[12:14] == (lse.data_ptr() if wanted else 0, 0)
         assert launched[14:22] == plan.work
+        assert launched[22:] == plan.terms.arguments(None, None)
+
+
+@pytest.mark.parametrize("other", ["mask", "seed", "counter"])
+def test_a_forward_is_launched_with_its_further_tensors(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = RecordedKernel()
+    monkeypatch.setattr(hopper_plan, "_forward_kernel", lambda special, device: kernel)
+    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    tensors, processors = numbered(2, 4, 256, 64), PROCESSORS
+    threshold, tiles = 0, 0
+    if other == "mask":
+        tensors = tensors._replace(mask=torch.empty(2, 1, 256, 256, dtype=BF16))
+        tiles = 2
+    elif other == "seed":
+        tensors, threshold = tensors._replace(seed=torch.empty(2, dtype=torch.int32)), 6000
+    else:
+        processors = 2
+    plan = hopper_plan.plan_forward(
+        describe(tensors, Options(0.125, threshold=threshold)), processors
+    )
+    plan.run(None, tensors)
+    (launched,) = kernel.launches
+    assert plan.special.dynamic == (other == "counter")
+    assert launched[12] == 0
+    assert (launched[13] != 0) == (other == "counter")
+    mask, seed = launched[24 : 25 + tiles], launched[28 + tiles]
+    assert mask == ((4, tensors.mask.data_ptr(), (65536, 256, 256, 1)) if tiles else (0,))
+    assert seed == (tensors.seed.data_ptr() if other == "seed" else 0)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

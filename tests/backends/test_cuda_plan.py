@@ -414,6 +414,18 @@ def test_decode_splits() -> None:
     assert "attention_join" not in fake.names()
 
 
+@pytest.mark.parametrize(("architecture", "early"), [(80, False), (90, True)])
+def test_a_decode_and_its_join_begin_early(architecture: int, early: bool) -> None:
+    """Where a GPU has dependent launches, and there is a join."""
+    fake = FakeRuntime(Gpu(architecture, 132))
+    backend = CudaBackend(fake)
+    for keys, expected in ((9000, [early, early]), (60, [False])):
+        tensors = operands(1, keys)
+        backend.forward(describe(tensors, PLAIN), "decode", tensors)
+        assert [step.specialisation.variant.early for step, _ in fake.calls] == expected
+        fake.calls.clear()
+
+
 @pytest.mark.parametrize(
     ("batch", "kv_heads", "keys"), [(8, 8, 16384), (1, 1, 16384), (64, 8, 4096)]
 )

@@ -9,9 +9,11 @@ from torch import Generator, Tensor
 from torch.autograd import forward_ad
 
 from orchard.attention.dropout import draw_seed
+from orchard.attention.leaving import inside
 from orchard.attention.ops import Settings, forward_op
 from orchard.attention.problem import Tensors, describe, drop_threshold
 from orchard.attention.reference import define
+from orchard.attention.repeats import kind_of
 from orchard.dispatch.planner import AUTO, Plan, planner
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 
@@ -101,6 +103,18 @@ def attention(
         ArgumentValueError, ArgumentTypeError: an argument is not allowed.
         NotServedError: the backend that was asked for cannot serve this call.
     """
+    kind = None
+    if not torch.compiler.is_compiling():
+        kind = kind_of(
+            query, key, value, mask, causal, window, scale, softcap, dropout_p, layout,
+            return_lse, backend,
+        )  # fmt: skip
+        serve = None if kind is None else planner().repeated(kind)
+        if serve is not None:
+            with inside:
+                saved = serve(query, key, value, mask)
+            if saved is not None:
+                return (saved.out, saved.lse) if return_lse else saved.out
     tensors, settings, squeeze = _check(
         query, key, value, mask, causal, window, scale, softcap, dropout_p, layout, backend
     )
@@ -108,6 +122,9 @@ def attention(
         _check_generator(generator, query)
         tensors = tensors._replace(seed=draw_seed(query.device, generator))
     out, lse = attend(tensors, settings, layout, squeeze, bool(return_lse))
+    if kind is not None:
+        options = settings.options(query, key)
+        planner().remember(kind, describe(tensors, options, lse=bool(return_lse)), backend)
     return (out, lse) if return_lse else out
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from orchard.attention.memory import conform
 from orchard.attention.problem import (
     Gradients,
     Options,
@@ -266,6 +268,18 @@ class Backend(ABC):
     @abstractmethod
     def forward(self, problem: Problem, kernel: str, tensors: Tensors) -> Saved:
         """(out, lse). An lse that the problem does not ask for may be an empty tensor."""
+
+    def prepare(self, problem: Problem, kernel: str) -> Callable[[Tensors], Saved]:
+        """`forward` for call after call: what can be found once is found here.
+
+        The output lies in memory as the query does, and an lse that is asked for is contiguous.
+        """
+
+        def forward(tensors: Tensors) -> Saved:
+            out, lse = self.forward(problem, kernel, tensors)
+            return Saved(conform(out, tensors.query), lse.contiguous())
+
+        return forward
 
     @abstractmethod
     def backward(

@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from orchard.attention.operands import check_shapes
-from orchard.attention.problem import Problem
+from orchard.attention.problem import Problem, Saved, Tensors
 from orchard.dispatch import settings
 from orchard.dispatch.backend import Backend, Capability, Reason, dtype_name
 from orchard.dispatch.journal import Counted, Journal, Tally, journal
@@ -33,6 +34,10 @@ AUTO = "auto"
 _CACHED_PLANS = 4096
 _SERVES_TOO = ("order", "measured")  # reasons of a backend that could serve, but need not
 _NO_FALL_BACK = ("device", "on_request", "measured")
+
+
+# Serves query, key, value and mask; None where its kernel failed and the next backend is to serve.
+Repeated = Callable[[Tensor, Tensor, Tensor, Tensor | None], Saved | None]
 
 
 class Decision(Counted, Protocol):
@@ -143,6 +148,7 @@ class Planner:
         self._config = config
         self._journal = log
         self._plans: dict[tuple[Problem, str], Plan] = {}
+        self._repeated: dict[Hashable, Repeated] = {}
         self._quarantine: dict[tuple[str, Hashable], Reason] = {}
         self._warned: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
@@ -272,6 +278,37 @@ class Planner:
             self._journal.served(plan)
             return result
 
+    def remember(self, kind: Hashable, problem: Problem, requested: str) -> None:
+        """Let calls of this kind, which pose `problem`, be served as it is now."""
+        plan = self.plan(problem, requested)
+        if plan.backend is None:
+            return
+        forward = self.backends[plan.backend].prepare(problem, plan.kernel)
+
+        def serve(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Saved | None:
+            try:
+                saved = forward(Tensors(query, key, value, mask))
+            except OrchardError:
+                raise
+            except Exception as error:
+                if not self._may_fall_back(plan):
+                    raise
+                self._quarantine_failed(plan, error)
+                return None
+            self._journal.served(plan)
+            return saved
+
+        with self._lock:
+            if self._plans.get((problem, requested)) is not plan:
+                return  # it was set aside meanwhile
+            if len(self._repeated) >= _CACHED_PLANS:
+                self._repeated.clear()
+            self._repeated[kind] = serve
+
+    def repeated(self, kind: Hashable) -> Repeated | None:
+        """What serves calls of this kind, if one was remembered."""
+        return self._repeated.get(kind)
+
     def insists(self, requested: str) -> bool:
         """Whether the call, or the environment, names the backend that has to serve."""
         return requested != AUTO or self._config.backend != AUTO
@@ -293,6 +330,7 @@ class Planner:
         with self._lock:
             self._quarantine[name, plan.problem] = reason
             self._plans.clear()
+            self._repeated.clear()
             first = kind not in self._warned
             self._warned.add(kind)
         self._journal.failed(name, stage, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,6 +88,20 @@ class CudaBackend(Backend):
             plan = self._forwards[problem, kernel, _allows_tf32(problem)]
             saved: Saved = plan.run(runtime, tensors)
         return saved
+
+    def prepare(self, problem: Problem, kernel: str) -> Callable[[Tensors], Saved]:
+        if problem.dtype is torch.float32:  # TF32 may be allowed from now on, or no longer
+            return super().prepare(problem, kernel)
+        runtime, device = self._runtime or self._open(), problem.device
+        with runtime.on(device):
+            run = self._forwards[problem, kernel, False].run
+
+        def forward(tensors: Tensors) -> Saved:
+            with runtime.on(device):
+                saved: Saved = run(runtime, tensors)
+            return saved
+
+        return forward
 
     def backward(
         self, problem: Problem, kernel: str, tensors: Tensors, saved: Saved, upstream: Upstream

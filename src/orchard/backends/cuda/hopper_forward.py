@@ -15,6 +15,7 @@ from triton.language.core import _aggregate as aggregate
 
 from orchard.backends.cuda.hopper_common import (
     LN_2,
+    LOG2_E,
     ROWS,
     Ring,
     Work,
@@ -28,6 +29,15 @@ from orchard.backends.cuda.hopper_common import (
 from orchard.backends.cuda.hopper_terms import ADDITIVE, NONE, Terms, philox_key
 
 _QUERY_STAGES = gl.constexpr(2)
+
+SEPARATE = gl.constexpr(0)  # how an added mask meets the products: see hopper_plan.Added
+ACCUMULATED = gl.constexpr(2)
+_HUGE = gl.constexpr(2.0**27)  # fp32 has multiples of 16 from here on
+
+_REACHED = gl.constexpr("""{ .reg .pred never; setp.lt.f32 never, $1, 0f00000000;
+@never pmevent 0; mov.f32 $0, $1; }""")
+# bf16 is the upper half of fp32.
+_WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 
 
 @gluon.constexpr_function
@@ -46,9 +56,14 @@ class Consumer:
     masks: Ring  # a stage of each consumer after the other
     INDEX: gl.constexpr
     PIPELINED: gl.constexpr  # scores of a tile are computed beside the output of the one before
+    LSE: gl.constexpr  # whether it is stored
+    ADDED: gl.constexpr  # how an added mask meets the products
+    OVERLAPPED: gl.constexpr  # whether weights are computed while the output before them is
 
     @gluon.constexpr_function
-    def __init__(self, work, terms, keys, values, masks, INDEX, PIPELINED):
+    def __init__(
+        self, work, terms, keys, values, masks, INDEX, PIPELINED, LSE, ADDED, OVERLAPPED
+    ):  # fmt: skip
         self.work = work
         self.terms = terms
         self.keys = keys
@@ -56,6 +71,9 @@ class Consumer:
         self.masks = masks
         self.INDEX = gl.constexpr(INDEX)
         self.PIPELINED = gl.constexpr(PIPELINED)
+        self.LSE = gl.constexpr(LSE)
+        self.ADDED = gl.constexpr(ADDED)
+        self.OVERLAPPED = gl.constexpr(OVERLAPPED)
 
     @gluon.jit
     def take_turn(self):
@@ -97,9 +115,35 @@ class Consumer:
             slot = self.mask_slot(step)
             self.masks.wait(slot)
             tile = self.masks.tile(slot, [ROWS, TILE]).load(product_layout(TILE))
+            if self.ADDED != SEPARATE:
+                tile = _widened(tile)
         else:
             tile = mask_tile
         return tile
+
+    @gluon.jit
+    def begin_scores(self, rows, step):
+        """Begin the products of a tile, and its mask where they are added to it."""
+        TILE: gl.constexpr = self.work.TILE
+        D: gl.constexpr = rows.query.shape[1]
+        if self.ADDED == ACCUMULATED:
+            tile = self.loaded_mask(step, gl.to_tensor(0))
+            self.keys.wait(step)
+            self.take_turn()
+            right = self.keys.tile(step, [TILE, D]).permute((1, 0))
+            products = warpgroup_mma(rows.left, right, tile, is_async=True)
+        else:
+            self.keys.wait(step)
+            self.take_turn()
+            products = multiply(rows.query, self.keys.tile(step, [TILE, D]))
+        return products
+
+    @gluon.jit
+    def remaining_mask(self, step, mask_tile):
+        """The tile of the mask, where it is not in the products already."""
+        if self.ADDED != ACCUMULATED:
+            mask_tile = self.loaded_mask(step, mask_tile)
+        return mask_tile
 
     @gluon.jit
     def release_scores(self, step):
@@ -116,6 +160,7 @@ class Rows:
     """The 64 rows of a consumer: their query, their place, and the tiles that they see whole."""
 
     query: gl.shared_memory_descriptor
+    left: gl.tensor  # the query in registers, scaled, where products are added to a mask
     batch: gl.tensor
     head: gl.tensor
     first: gl.tensor
@@ -123,8 +168,9 @@ class Rows:
     whole_end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, query, batch, head, first, whole_begin, whole_end):
+    def __init__(self, query, left, batch, head, first, whole_begin, whole_end):
         self.query = query
+        self.left = left
         self.batch = batch
         self.head = head
         self.first = first
@@ -182,11 +228,39 @@ def _clip(work, rows, scores, tile):
 
 
 @gluon.jit
+def _widened(tile):
+    """A tile in fp32."""
+    if tile.dtype == gl.bfloat16:
+        wide = gl.inline_asm_elementwise(
+            _WIDEN, "=f,=f,r", [tile], dtype=gl.float32, is_pure=True, pack=2
+        )
+    else:
+        wide = tile.to(gl.float32)
+    return wide
+
+
+@gluon.jit
+def _reached(total):
+    """`total`, behind an instruction that needs it and never takes effect: ptxas waits for the
+    output as soon as it may, and would do so before the weights otherwise."""
+    return gl.inline_asm_elementwise(_REACHED, "=f,f", [total], gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _unit(origin):
+    """What scores are multiplied by in exponents. Beside a huge origin they differ by nothing or by
+    so much that no unit matters: 1, for the rounding of a product would be an exponent itself."""
+    return gl.where(gl.abs(origin) > _HUGE, 1.0, LOG2_E)
+
+
+@gluon.jit
 def _softmax(consumer, rows, products, mask_tile, tile, top, total):
     """Weights of a tile, the new top and total, and what earlier sums are multiplied by."""
     work = consumer.work
     terms = consumer.terms
-    scores = terms.score(products, mask_tile)
+    scores = products
+    if consumer.ADDED != ACCUMULATED:
+        scores = terms.score(products, mask_tile)
     if work.LOW or work.HIGH or work.TAIL:
         scores = _clip(work, rows, scores, tile)
     highest = gl.max(scores, axis=1)
@@ -197,8 +271,14 @@ def _softmax(consumer, rows, products, mask_tile, tile, top, total):
     if work.LOW or work.HIGH or terms.MASK != NONE:
         # A row that has seen no key yet: any finite origin makes its weights 0.
         origin = gl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = terms.power(scores, gl.expand_dims(origin, 1))
-    fade = terms.power(top, origin) if terms.MASK == ADDITIVE else gl.exp2(top - origin)
+    if terms.MASK == ADDITIVE and consumer.ADDED != SEPARATE:
+        unit = _unit(origin)
+        base = origin * unit
+        weights = gl.exp2(scores * gl.expand_dims(unit, 1) - gl.expand_dims(base, 1))
+        fade = gl.exp2(top * unit - base)
+    else:
+        weights = terms.power(scores, gl.expand_dims(origin, 1))
+        fade = terms.power(top, origin) if terms.MASK == ADDITIVE else gl.exp2(top - origin)
     total = total * fade + gl.sum(weights, axis=1)
     if terms.DROPOUT:
         plane = rows.batch * work.heads + rows.head
@@ -217,15 +297,13 @@ def _faded(sums, fade):
 def _plain_tile(consumer, rows, step, state, tile):
     """One tile of keys: scores, softmax, output, one after the other."""
     sums, top, total = state
-    keys = consumer.keys
     values = consumer.values
     query = rows.query
     TILE: gl.constexpr = consumer.work.TILE
     D: gl.constexpr = query.shape[1]
     mask_tile = _mask_tile(consumer, rows, tile)
-    keys.wait(step)
-    products = multiply(query, keys.tile(step, [TILE, D]))
-    mask_tile = consumer.loaded_mask(step, mask_tile)
+    products = consumer.begin_scores(rows, step)
+    mask_tile = consumer.remaining_mask(step, mask_tile)
     products = warpgroup_mma_wait(0, deps=[products])
     consumer.release_scores(step)
     weights, top, total, fade = _softmax(consumer, rows, products, mask_tile, tile, top, total)
@@ -242,22 +320,21 @@ def _plain_tile(consumer, rows, step, state, tile):
 def _pipelined_tile(consumer, rows, step, state, tile):
     """Scores and softmax of tile `step + 1` while the output of tile `step` is computed."""
     sums, top, total, left = state
-    keys = consumer.keys
     values = consumer.values
     query = rows.query
     TILE: gl.constexpr = consumer.work.TILE
     D: gl.constexpr = query.shape[1]
     mask_tile = _mask_tile(consumer, rows, tile)
-    keys.wait(step + 1)
-    consumer.take_turn()
-    products = multiply(query, keys.tile(step + 1, [TILE, D]))
+    products = consumer.begin_scores(rows, step + 1)
     values.wait(step)
     sums = warpgroup_mma(left, values.tile(step, [TILE, D]), sums, is_async=True)
     consumer.pass_turn()
-    mask_tile = consumer.loaded_mask(step + 1, mask_tile)
+    mask_tile = consumer.remaining_mask(step + 1, mask_tile)
     products = warpgroup_mma_wait(1, deps=[products])
     consumer.release_scores(step + 1)
     weights, top, total, fade = _softmax(consumer, rows, products, mask_tile, tile, top, total)
+    if consumer.OVERLAPPED:
+        total = _reached(total)
     sums, left = warpgroup_mma_wait(0, deps=[sums, left])
     values.release(step)
     return _faded(sums, fade), top, total, operand(weights.to(query.dtype), D)
@@ -266,7 +343,6 @@ def _pipelined_tile(consumer, rows, step, state, tile):
 @gluon.jit
 def _attend(consumer, rows, step, begin, end):
     """Output sums, top score and total weight of 64 rows over key tiles [begin, end)."""
-    keys = consumer.keys
     values = consumer.values
     query = rows.query
     TILE: gl.constexpr = consumer.work.TILE
@@ -277,11 +353,9 @@ def _attend(consumer, rows, step, begin, end):
     total = gl.full([ROWS], 0.0, gl.float32, ROW)
     if consumer.PIPELINED:
         mask_tile = _mask_tile(consumer, rows, end - 1)
-        keys.wait(step)
-        consumer.take_turn()
-        products = multiply(query, keys.tile(step, [TILE, D]))
+        products = consumer.begin_scores(rows, step)
         consumer.pass_turn()
-        mask_tile = consumer.loaded_mask(step, mask_tile)
+        mask_tile = consumer.remaining_mask(step, mask_tile)
         products = warpgroup_mma_wait(0, deps=[products])
         consumer.release_scores(step)
         weights, top, total, _ = _softmax(consumer, rows, products, mask_tile, end - 1, top, total)
@@ -338,7 +412,12 @@ def _consume(consumer, schedule, out, lse, queries):
             end = work.end(gl.minimum(first_row + ROWS, work.rows) - 1, begin)
             whole_begin, whole_end = work.whole(first_row, begin, end)
             query = queries.tile(slot, [ROWS, D])
-            rows = Rows(query, batch, head, first_row, whole_begin, whole_end)
+            left = gl.to_tensor(0)
+            if consumer.ADDED == ACCUMULATED:
+                # Exact: the scale is a power of two.
+                held = query.load(gl.DotOperandLayout(0, product_layout(work.TILE), k_width=2))
+                left = (held.to(gl.float32) * terms.factor).to(query.dtype)
+            rows = Rows(query, left, batch, head, first_row, whole_begin, whole_end)
             step = consumer.release(step, tile_end - end)
             sums, top, total, step = _attend(consumer, rows, step, begin, end)
             step = consumer.release(step, begin - tile_begin)
@@ -350,9 +429,11 @@ def _consume(consumer, schedule, out, lse, queries):
             tma.async_copy_shared_to_global(
                 out, [batch, head, first_row, 0], queries.buffers.index(slot % queries.STAGES)
             )
-            row = first_row + gl.arange(0, ROWS, layout=top.type.layout)
-            plane = (batch * work.heads + head).to(gl.int64)
-            gl.store(lse + plane * work.rows + row, _lse(terms, top, total), mask=row < work.rows)
+            if consumer.LSE:
+                row = first_row + gl.arange(0, ROWS, layout=top.type.layout)
+                plane = (batch * work.heads + head).to(gl.int64)
+                places = lse + plane * work.rows + row
+                gl.store(places, _lse(terms, top, total), mask=row < work.rows)
             tma.store_wait(pendings=0)
         else:
             step = consumer.release(step, tile_end - tile_begin)
@@ -375,6 +456,7 @@ def forward_kernel(
     CONSUMERS: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     PIPELINED: gl.constexpr, DYNAMIC: gl.constexpr,
     LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr,
+    LSE: gl.constexpr, ADDED: gl.constexpr, OVERLAPPED: gl.constexpr,
     SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr,
     MASK_TILES: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -409,9 +491,9 @@ def forward_kernel(
     schedule = make_schedule(work, counter, DYNAMIC)
     fence_async_shared()
     produced = schedule, terms, query, key, value, mask, queries, keys, values, masks
-    consumer = Consumer(work, terms, keys, values, masks, 0, PIPELINED)
+    consumer = Consumer(work, terms, keys, values, masks, 0, PIPELINED, LSE, ADDED, OVERLAPPED)
     first = consumer, schedule, out, lse, queries
-    consumer = Consumer(work, terms, keys, values, masks, 1, PIPELINED)
+    consumer = Consumer(work, terms, keys, values, masks, 1, PIPELINED, LSE, ADDED, OVERLAPPED)
     second = consumer, schedule, out, lse, queries
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -420,7 +502,7 @@ def forward_kernel(
             [REGISTERS, REGISTERS],
         )
     else:
-        consumer = Consumer(work, terms, keys, values, masks, 2, PIPELINED)
+        consumer = Consumer(work, terms, keys, values, masks, 2, PIPELINED, LSE, ADDED, OVERLAPPED)
         third = consumer, schedule, out, lse, queries
         if CONSUMERS == 3:
             gl.warp_specialize(
@@ -429,7 +511,9 @@ def forward_kernel(
                 [REGISTERS, REGISTERS, REGISTERS],
             )
         else:
-            consumer = Consumer(work, terms, keys, values, masks, 3, PIPELINED)
+            consumer = Consumer(
+                work, terms, keys, values, masks, 3, PIPELINED, LSE, ADDED, OVERLAPPED
+            )
             fourth = consumer, schedule, out, lse, queries
             gl.warp_specialize(
                 [

@@ -6,7 +6,9 @@ Nothing here imports Triton: the kernels are imported when a first problem is pl
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from orchard.attention.dropout import keep_scale
 from orchard.attention.memory import Place, dense, following
 from orchard.attention.problem import Gradients, MaskSpec, Problem, Saved, Tensors, Upstream
 from orchard.backends.cuda import launch
-from orchard.backends.cuda.launch import Backward, BackwardKind, Setting
+from orchard.backends.cuda.launch import NO_LSE, Backward, BackwardKind, Setting
 from orchard.backends.cuda.runtime import Runtime
 from orchard.dispatch.backend import Reason
 from orchard.dispatch.known import Known
@@ -35,7 +37,16 @@ _PADDING = 128  # rows of the statistics are padded to whole tiles
 _FURTHEST = 2**30  # a bound of the band that excludes nothing, and can be added to a row
 _LOG2_E = 1.4426950408889634
 _KNOWN_PROBLEMS = 4096
+KNOWN_ADDRESSES = 64  # of the tensors of a plan: an allocator gives out the same few again
 _WIDE = 16  # bytes of a wide load
+
+
+class Added(IntEnum):
+    """How an added mask meets the products."""
+
+    SEPARATE = 0  # added to scaled products; an exponent is a difference and a product
+    FUSED = 1  # the same, and an exponent is one instruction
+    ACCUMULATED = 2  # products of a scaled query are added to it
 
 
 class ForwardConfig(NamedTuple):
@@ -44,6 +55,8 @@ class ForwardConfig(NamedTuple):
     stages: int  # of keys and of values
     registers: int  # of a thread in a consumer
     pipelined: bool  # scores of a tile beside the output of the one before, in turns
+    added: Added = Added.SEPARATE
+    overlapped: bool = False  # in a pipeline, weights are made before the output is waited for
 
 
 class BackwardConfig(NamedTuple):
@@ -91,6 +104,7 @@ class ForwardSpecialisation(NamedTuple):
     tail: bool  # the last tile of keys is not whole
     dynamic: bool  # programs take tiles when they are ready, instead of having them dealt out
     mask_tiles: bool  # tiles of the mask come by TMA
+    lse: bool  # it is stored
     terms: TermsSpecialisation
     config: ForwardConfig
 
@@ -98,7 +112,10 @@ class ForwardSpecialisation(NamedTuple):
         """This, or what takes a mask that begins where its wide loads cannot."""
         if mask is None or mask.data_ptr() % _WIDE == 0:
             return self
-        return self._replace(mask_tiles=False, terms=self.terms.narrow)
+        config = self.config
+        if config.added == Added.ACCUMULATED:
+            config = config._replace(added=Added.FUSED)
+        return self._replace(mask_tiles=False, terms=self.terms.narrow, config=config)
 
 
 class BackwardSpecialisation(NamedTuple):
@@ -229,18 +246,17 @@ class ScoreTerms(NamedTuple):
         )
 
     def arguments(
-        self, tensors: Tensors, spare: int, of_mask: Described | None = None
+        self, mask: Tensor | None, seed: Tensor | None, of_mask: Described | None = None
     ) -> tuple[Any, ...]:
-        """`spare` is an address for a tensor that is not there."""
-        _, _, _, mask, seed = tensors
-        masked: tuple[Any, ...] = (spare,)
+        """A tensor that is not there has address 0."""
+        masked: tuple[Any, ...] = (0,)
         if mask is not None:
             masked = (mask.data_ptr(),) if of_mask is None else of_mask[mask.data_ptr()]
         return (
             *self.scales,
             *masked,
             *self.mask_strides,
-            spare if seed is None else seed.data_ptr(),
+            0 if seed is None else seed.data_ptr(),
             *self.dropout,
         )
 
@@ -281,34 +297,40 @@ class ForwardPlan(NamedTuple):
     device: int
     described: tuple[Described, ...]  # of query, key, value and out
     out: Place
-    lse: Place
+    lse: Place | None
     mask: Described | None  # where its tiles come by TMA
     work: tuple[int, ...]
     terms: ScoreTerms
+    # Where there are no other tensors: arguments by the addresses of these four.
+    plain: Mapping[tuple[int, ...], tuple[Any, ...]] | None
 
     def run(self, _: Any, tensors: Tensors) -> Saved:
-        query, key, value, mask, _ = tensors
-        device, kernel = query.device, self.kernel
-        special = self.special.fitting(mask)
+        query, key, value, mask, seed = tensors
+        device = query.device
+        out = self.out.allocate(device)
+        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+        if self.plain is not None:
+            self.kernel.launch(self.programs, self.device, self.plain[addresses])
+            return Saved(out, NO_LSE)
+        special, kernel = self.special.fitting(mask), self.kernel
         if special is not self.special:
             kernel = _forward_kernel(special, device)
-        out, lse = self.out.allocate(device), self.lse.allocate(device)
-        address = lse.data_ptr()
-        counter = torch.zeros(1, dtype=torch.int32, device=device) if self.special.dynamic else lse
+        lse = None if self.lse is None else self.lse.allocate(device)
+        counter = torch.zeros(1, dtype=torch.int32, device=device) if special.dynamic else None
         of_query, of_key, of_value, of_out = self.described
         kernel(
             self.programs,
             self.device,
-            *of_query[query.data_ptr()],
-            *of_key[key.data_ptr()],
-            *of_value[value.data_ptr()],
-            *of_out[out.data_ptr()],
-            address,
-            counter.data_ptr(),
+            *of_query[addresses[0]],
+            *of_key[addresses[1]],
+            *of_value[addresses[2]],
+            *of_out[addresses[3]],
+            0 if lse is None else lse.data_ptr(),
+            0 if counter is None else counter.data_ptr(),
             *self.work,
-            *self.terms.arguments(tensors, address, self.mask if special.mask_tiles else None),
+            *self.terms.arguments(mask, seed, self.mask if special.mask_tiles else None),
         )
-        return Saved(out, lse)
+        return Saved(out, NO_LSE if lse is None else lse)
 
 
 def specialise_forward(
@@ -324,6 +346,7 @@ def specialise_forward(
         tail=problem.key_length % config.keys != 0,
         dynamic=_row_tiles(problem, config) >= _DYNAMIC_TURNS * processors,
         mask_tiles=_mask_geometry(problem) is not None,
+        lse=problem.lse or problem.grad,
         terms=_terms(problem),
         config=config,
     )
@@ -338,7 +361,19 @@ def _forward_config(problem: Problem, processors: int) -> ForwardConfig:
     # A pipeline has no room for tiles of masks that are loaded one by one, and with D 128 gains
     # nothing where there is that much to do beside the products.
     loaded = terms.mask != "none" and _mask_geometry(problem) is None
-    return _FORWARD._replace(pipelined=plain or (tile == 64 and not loaded))
+    pipelined = plain or (tile == 64 and not loaded)
+    if terms.mask != "additive":
+        return _FORWARD._replace(pipelined=pipelined)
+    return _FORWARD._replace(pipelined=pipelined, added=_added(problem), overlapped=pipelined)
+
+
+def _added(problem: Problem) -> Added:
+    """Products are added to a mask where they come scaled: by a query that is scaled exactly."""
+    mantissa, exponent = math.frexp(problem.options.scale)
+    exact = problem.dtype is torch.bfloat16 and mantissa == 0.5 and -8 <= exponent <= 1
+    if exact and not problem.options.softcap and _mask_geometry(problem) is not None:
+        return Added.ACCUMULATED
+    return Added.FUSED
 
 
 def _row_tiles(problem: Problem, config: ForwardConfig) -> int:
@@ -354,17 +389,27 @@ def plan_forward(
     kernel = _forward_kernel(special, problem.device)
     planes, shape = problem.batch * problem.heads, _out_shape(problem)
     geometries = *_operand_geometries(problem), Geometry.of(shape, problem.out_strides)
+    described, terms = _describe(kernel, geometries), ScoreTerms.of(problem)
+    work = (*_sizes(problem), planes, _cohort(problem, special), *_band(problem))
+
+    def arguments(addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        pairs = zip(described, addresses, strict=True)
+        descriptors = (argument for place, address in pairs for argument in place[address])
+        return kernel.bind(*descriptors, 0, 0, *work, *terms.arguments(None, None))
+
+    others = special.lse or special.dynamic or problem.mask or problem.options.threshold
     return ForwardPlan(
         special,
         kernel,
         min(_row_tiles(problem, special.config), processors),
         _index(problem.device),
-        _describe(kernel, geometries),
+        described,
         Place(shape, problem.out_strides, problem.dtype),
-        dense(shape[:3]),
+        dense(shape[:3]) if special.lse else None,
         _describe_mask(kernel, len(geometries), problem),
-        (*_sizes(problem), planes, _cohort(problem, special), *_band(problem)),
-        ScoreTerms.of(problem),
+        work,
+        terms,
+        None if others else Known(arguments, KNOWN_ADDRESSES),
     )
 
 
@@ -431,7 +476,7 @@ class BackwardPlan(NamedTuple):
             *_descriptors(self.keys, (*given, lse, delta, *results)),
             *(spare.data_ptr(), self.statistic.shape[1]),
             *(*self.sizes, *self.key_order, *self.band),
-            *(*self.terms.arguments(tensors, lse.data_ptr(), of_mask), scale),
+            *(*self.terms.arguments(*tensors[3:], of_mask), scale),
         )
         if sums is not None:
             kernels.last(
@@ -448,7 +493,7 @@ class BackwardPlan(NamedTuple):
                 *_descriptors(self.rows, (*given, grad_query)),
                 *(lse.data_ptr(), spare.data_ptr(), delta.data_ptr()),
                 *(*self.sizes, *self.row_order, *self.band),
-                *self.terms.arguments(tensors, lse.data_ptr()),
+                *self.terms.arguments(*tensors[3:]),
                 *(self.statistic.shape[1], self.scale),
             )
         return Gradients(grad_query, grad_key, grad_value, by_mask)

@@ -23,6 +23,7 @@ from orchard.backends.cuda.hopper_backward import (
 from orchard.backends.cuda.hopper_forward import forward_kernel
 from orchard.backends.cuda.hopper_plan import (
     KEY_BLOCK,
+    KNOWN_ADDRESSES,
     PLAIN_ROWS,
     WARPGROUP_ROWS,
     BackwardSpecialisation,
@@ -38,7 +39,6 @@ _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", 
 _ELEMENTS = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}
 _MASKS = {"none": 0, "bool": 1, "additive": 2}
 _WIDE = 16  # bytes of the widest load, and elements that its strides are multiples of
-_KNOWN_ADDRESSES = 64  # of a tensor in a plan; an allocator gives out the same few again and again
 _SHAPE = dict.fromkeys(
     ("rows", "key_count", "heads", "group", "planes", "cohort", "low", "high"), "i32"
 )
@@ -102,13 +102,13 @@ class Kernel:
             compiled = source.compile()
             compiled[1, 1, 1]  # loads it
             launcher = flat_launcher(source.types, compiled.metadata)
-            self._function = compiled.function
         metadata = compiled.metadata
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             raise KernelError(f"{metadata.name} wants scratch memory, which it is not given")
         self._tiles = metadata.tensordesc_meta
         self._launch = launcher.launch
         self._launched_as = (
+            compiled.function,
             *(launcher.launch_cooperative_grid, launcher.launch_pdl),
             *(None, None),  # scratch memory
             compiled.packed_metadata,
@@ -121,13 +121,20 @@ class Kernel:
         tile = self._tiles[place]
         return Known(
             lambda address: tuple(nvidia.make_tensordesc_arg(Descriptor(address, *geometry), tile)),
-            _KNOWN_ADDRESSES,
+            KNOWN_ADDRESSES,
         )
 
     def __call__(self, programs: int, device: int, *arguments: object) -> None:
         """Enqueue on the current stream; the arguments are those of `Source.types`, in order."""
-        stream = self._stream(device)
-        self._launch(programs, 1, 1, stream, self._function, *self._launched_as, *arguments)
+        self._launch(programs, 1, 1, self._stream(device), *self._launched_as, *arguments)
+
+    def bind(self, *arguments: object) -> tuple[object, ...]:
+        """Arguments as `launch` takes them, time and again."""
+        return (*self._launched_as, *arguments)
+
+    def launch(self, programs: int, device: int, bound: tuple[object, ...]) -> None:
+        """The same with arguments that are bound."""
+        self._launch(programs, 1, 1, self._stream(device), *bound)
 
 
 def flat_launcher(types: Mapping[str, str], metadata: Any) -> Any:
@@ -192,6 +199,9 @@ def forward_source(special: ForwardSpecialisation) -> Source:
         "LOW": special.low,
         "HIGH": special.high,
         "TAIL": special.tail,
+        "LSE": special.lse,
+        "ADDED": config.added.value,
+        "OVERLAPPED": config.overlapped,
     }
     types |= _SHAPE | terms
     if special.mask_tiles:

@@ -22,8 +22,9 @@ from orchard.backends.cuda.tuning import blocks, head_block
 from orchard.backends.cuda.variant import Numbers, Strides, Variant
 
 _LOG2_E = 1.4426950408889634
+_EARLY_LAUNCHES = 90  # the least architecture with programmatic dependent launches
 _ABSENT = Strides(0, 0, 0, 0)  # of a tensor that is not there
-_NO_LSE = torch.empty(0)  # stands for an lse that was not asked for; nobody writes to it
+NO_LSE = torch.empty(0)  # stands for an lse that was not asked for; nobody writes to it
 
 Shape = tuple[int, ...]
 Statistics = tuple[Tensor, Tensor, Tensor | None]  # shift, delta and spare of rows
@@ -59,7 +60,7 @@ class Forward(NamedTuple):
     def run(self, runtime: Runtime, tensors: Tensors) -> Saved:
         out, lse = _allocate(self.out, self.lse, tensors.query.device)
         runtime.launch(self.step, *tensors, out, lse)
-        return Saved(out, _NO_LSE if lse is None else lse)
+        return Saved(out, NO_LSE if lse is None else lse)
 
 
 class Decode(NamedTuple):
@@ -85,7 +86,7 @@ class Decode(NamedTuple):
             )
             runtime.launch(self.step, *tensors, None, None, *parts)
             runtime.launch(self.join, *parts, out, lse)
-        return Saved(out, _NO_LSE if lse is None else lse)
+        return Saved(out, NO_LSE if lse is None else lse)
 
 
 class MaskGradient(NamedTuple):
@@ -176,7 +177,7 @@ class EmptyForward(NamedTuple):
 
     def run(self, _: Runtime, tensors: Tensors) -> Saved:
         out, lse = _allocate(self.out, self.lse, tensors.query.device)
-        return Saved(out.zero_(), _NO_LSE if lse is None else lse.fill_(-torch.inf))
+        return Saved(out.zero_(), NO_LSE if lse is None else lse.fill_(-torch.inf))
 
 
 class EmptyBackward(NamedTuple):
@@ -227,7 +228,11 @@ def plan_decode(problem: Problem, setting: Setting) -> Decode:
     key_blocks = blocks(problem.key_length, config.keys)
     per_split = blocks(key_blocks, tuning.splits(problem, setting.gpu, config.keys))
     splits = blocks(key_blocks, per_split)
-    variant = _variant(problem, config, setting)._replace(lse=lse is not None, split=splits > 1)
+    variant = _variant(problem, config, setting)._replace(
+        lse=lse is not None,
+        split=splits > 1,
+        early=splits > 1 and setting.gpu.architecture >= _EARLY_LAUNCHES,
+    )
     step = _step(
         problem,
         "decode.attention_splits",

@@ -132,7 +132,7 @@ class TritonRuntime:
         return Gpu(architecture, properties.multi_processor_count)
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
-        if device.index == torch.cuda.current_device():
+        if device.index == torch._C._cuda_getDevice():
             return _HERE
         return torch.cuda.device(device)
 
@@ -190,7 +190,11 @@ def compiled(specialisation: Specialisation, pointers: Pointers, architecture: i
     return triton.compile(
         ASTSource(kernel, *_signature(specialisation, pointers, kernel.arg_names)),
         target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": specialisation.warps, "num_stages": specialisation.stages},
+        options={
+            "num_warps": specialisation.warps,
+            "num_stages": specialisation.stages,
+            "launch_pdl": specialisation.variant.early,
+        },
     )
 
 
