@@ -75,11 +75,6 @@ class RowsConfig(NamedTuple):
     registers: int
     dynamic: bool = False  # programs take tiles when they are ready, where there are enough
 
-    @property
-    def rows(self) -> int:
-        """Of a tile."""
-        return WARPGROUP_ROWS * self.consumers
-
 
 # Chosen on an H200. 240 registers hold a 64x128 output beside 64x128 scores without a spill.
 _FORWARD = ForwardConfig(2, 128, 2, 240, True)
