@@ -57,6 +57,10 @@ class RecordedKernel:
         self.launch(programs, device, self.bind(*arguments))
 
 
+def recorded_kernels(special: Any, device: torch.device) -> hopper_plan._Kernels:
+    return hopper_plan._Kernels(RecordedKernel(), RecordedKernel(), RecordedKernel())
+
+
 def codes(problem: Problem) -> list[str]:
     return [reason.code for reason in hopper_plan.reasons(problem)]
 
@@ -119,7 +123,63 @@ def test_bands_that_leave_a_row_empty_are_known(
     problem = pose((1, 1, rows, 64), stage="backward", band=band)
     shape = (1, 1, keys, 64)
     problem = problem._replace(key_shape=shape, value_shape=shape)
-    assert hopper_plan.specialise_backward(problem).empty_rows is empty
+    assert hopper_plan.specialise_backward(problem, PROCESSORS).empty_rows is empty
+
+
+@pytest.mark.parametrize(
+    ("keys", "consumers", "tail", "row_tail", "blocks"),
+    [
+        (384, 2, False, False, 3),
+        (384, 3, False, False, 2),
+        (512, 3, True, False, 3),
+        (576, 3, False, True, 3),
+        (576, 2, True, True, 5),
+    ],
+)
+def test_blocks_and_tiles_of_keys_have_tails_of_their_own(
+    keys: int,
+    consumers: int,
+    tail: bool,
+    row_tail: bool,
+    blocks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks have 64 keys for each consumer; dQ apart is computed from tiles of 128."""
+    monkeypatch.setattr(hopper_plan, "_backward_kernels", recorded_kernels)
+    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    problem = pose((2, 4, 256, 64), stage="backward")._replace(deterministic=True)
+    shape = (2, 4, keys, 64)
+    problem = problem._replace(key_shape=shape, value_shape=shape)
+    kind = BackwardKind(problem, (), (), None)
+    config = hopper_plan.BackwardConfig(64, 2, 160, consumers, late=1)
+    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS), False), config)
+    assert (plan.special.tail, plan.special.row_tail) == (tail, row_tail)
+    assert plan.programs[1] == 2 * 4 * blocks
+
+
+@pytest.mark.parametrize(
+    ("shape", "deterministic", "dynamic", "programs"),
+    [
+        ((4, 32, 4096, 64), True, True, PROCESSORS),
+        ((1, 4, 1000, 64), True, False, 4 * 6),  # tiles of 192 rows
+        ((4, 32, 4096, 64), False, False, 4 * 32 * 64),  # a kernel that only scales
+    ],
+)
+def test_tiles_of_rows_are_taken_where_there_are_many(
+    shape: tuple[int, int, int, int],
+    deterministic: bool,
+    dynamic: bool,
+    programs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hopper_plan, "_backward_kernels", recorded_kernels)
+    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    problem = pose(shape, stage="backward")._replace(deterministic=deterministic)
+    rows = hopper_plan.RowsConfig(3, 2, 160, dynamic=True)
+    kind = BackwardKind(problem, (), (), None)
+    setting = Setting(Gpu(90, PROCESSORS), False)
+    plan = hopper_plan.plan_backward(kind, setting, None, rows)
+    assert (plan.special.dynamic, plan.programs[2]) == (dynamic, programs)
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -351,7 +411,7 @@ def test_a_backward_is_launched_with_its_tensors(
     assert keys[21:24] == (7, grads.value.data_ptr(), grads.value.stride())
     if deterministic:
         assert last[12:15] == (4, grads.query.data_ptr(), grads.query.stride())
-        assert last[15:18] == (lse, lse, delta)
+        assert last[15:19] == (lse, lse, delta, lse)
     else:
         assert (keys[25], last[0]) == (statistics[6], statistics[6])
         assert last[1] == grads.query.data_ptr()

@@ -31,7 +31,8 @@ ARCHITECTURE = 90  # compute capability 9.0
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_TILES = (64, 128)  # head dimensions of a tile; a smaller one is padded with zeros by TMA
 WARPGROUP_ROWS = 64
-KEY_BLOCK = 128  # keys of a block in the backward: two consumers of 64
+ROW_KEYS = 128  # keys of a tile where dQ is computed apart
+MASK_KEYS = 128  # keys of a tile of a mask in the backward: two consumers of 64
 PLAIN_ROWS = 64  # rows of a program of the kernels before and after a backward
 _PADDING = 128  # rows of the statistics are padded to whole tiles
 _FURTHEST = 2**30  # a bound of the band that excludes nothing, and can be added to a row
@@ -63,6 +64,29 @@ class BackwardConfig(NamedTuple):
     rows: int  # query rows of a tile
     stages: int
     registers: int
+    consumers: int = 2  # warpgroups of 64 keys each
+    late: int = 0  # tiles after which dQ of a tile is computed
+    alternate: bool = False  # two consumers exponentiate in turns
+    apart: bool = False  # blocks that see all rows begin with different ones
+
+    @property
+    def keys(self) -> int:
+        """Of a block."""
+        return WARPGROUP_ROWS * self.consumers
+
+    @property
+    def part_keys(self) -> int:
+        """Keys that one load brings: all of a block, where that is a power of two."""
+        return self.keys if self.consumers == 2 else WARPGROUP_ROWS
+
+
+class RowsConfig(NamedTuple):
+    """Of the kernel of dQ apart."""
+
+    consumers: int  # warpgroups of 64 rows each
+    stages: int  # of keys and of values
+    registers: int
+    dynamic: bool = False  # programs take tiles when they are ready, where there are enough
 
 
 # Chosen on an H200. 240 registers hold a 64x128 output beside 64x128 scores without a spill.
@@ -77,6 +101,7 @@ _CACHE_SHARE = 32 * 2**20  # bytes of a 50 MB cache
 _KEY_COHORT = 4  # planes whose blocks of keys are worked on side by side under a band
 # D 128: 64 rows and dQ split by columns. D 64: 128 rows in two halves and dQ split by rows.
 _BACKWARD = {128: BackwardConfig(64, 2, 240), 64: BackwardConfig(128, 2, 240)}
+_ROWS = RowsConfig(2, 2, 240)
 
 
 class TermsSpecialisation(NamedTuple):
@@ -126,12 +151,15 @@ class BackwardSpecialisation(NamedTuple):
     low: bool
     high: bool
     tail: bool  # the last block of keys is not whole
+    row_tail: bool  # the same of the tiles of keys that dQ apart is computed from
     empty_rows: bool  # some row may see no key
     grad_lse: bool
     fused: bool
     mask_tiles: bool  # tiles of the mask come by TMA
     terms: TermsSpecialisation
     config: BackwardConfig
+    rows: RowsConfig  # where the backward is not fused
+    dynamic: bool  # whether tiles of rows are taken when a program is ready for one
 
     def fitting(self, mask: Tensor | None) -> BackwardSpecialisation:
         """This, or what takes a mask that begins where its wide loads cannot."""
@@ -344,7 +372,7 @@ def specialise_forward(
         low=low is not None,
         high=high is not None,
         tail=problem.key_length % config.keys != 0,
-        dynamic=_row_tiles(problem, config) >= _DYNAMIC_TURNS * processors,
+        dynamic=_row_tiles(problem, config.consumers) >= _DYNAMIC_TURNS * processors,
         mask_tiles=_mask_geometry(problem) is not None,
         lse=problem.lse or problem.grad,
         terms=_terms(problem),
@@ -355,7 +383,11 @@ def specialise_forward(
 def _forward_config(problem: Problem, processors: int) -> ForwardConfig:
     tile, terms = _head_tile(problem), _terms(problem)
     plain = terms.mask == "none" and not terms.dropout
-    if tile == 64 and plain and _row_tiles(problem, _THREE) >= _DYNAMIC_TURNS * processors:
+    if (
+        tile == 64
+        and plain
+        and _row_tiles(problem, _THREE.consumers) >= _DYNAMIC_TURNS * processors
+    ):
         short = problem.options.band is not None and problem.query_length <= _SHORT_BAND
         return _FOUR if short else _THREE
     # A pipeline has no room for tiles of masks that are loaded one by one, and with D 128 gains
@@ -376,8 +408,8 @@ def _added(problem: Problem) -> Added:
     return Added.FUSED
 
 
-def _row_tiles(problem: Problem, config: ForwardConfig) -> int:
-    rows = WARPGROUP_ROWS * config.consumers
+def _row_tiles(problem: Problem, consumers: int) -> int:
+    rows = WARPGROUP_ROWS * consumers
     return problem.batch * problem.heads * -(-problem.query_length // rows)
 
 
@@ -401,7 +433,7 @@ def plan_forward(
     return ForwardPlan(
         special,
         kernel,
-        min(_row_tiles(problem, special.config), processors),
+        min(_row_tiles(problem, special.config.consumers), processors),
         _index(problem.device),
         described,
         Place(shape, problem.out_strides, problem.dtype),
@@ -487,11 +519,14 @@ class BackwardPlan(NamedTuple):
                 *self.grad_query_steps,
             )
         else:
+            counter = lse
+            if special.dynamic:
+                counter = torch.zeros(1, dtype=torch.int32, device=device)
             kernels.last(
                 self.programs[2],
                 self.device,
                 *_descriptors(self.rows, (*given, grad_query)),
-                *(lse.data_ptr(), spare.data_ptr(), delta.data_ptr()),
+                *(lse.data_ptr(), spare.data_ptr(), delta.data_ptr(), counter.data_ptr()),
                 *(*self.sizes, *self.row_order, *self.band),
                 *self.terms.arguments(*tensors[3:]),
                 *(self.statistic.shape[1], self.scale),
@@ -526,35 +561,48 @@ class BackwardPlan(NamedTuple):
 
 
 def specialise_backward(
-    problem: Problem, config: BackwardConfig | None = None
+    problem: Problem,
+    processors: int,
+    config: BackwardConfig | None = None,
+    rows: RowsConfig | None = None,
 ) -> BackwardSpecialisation:
     low, high = problem.options.band or (None, None)
     tile = _head_tile(problem)
+    config, rows = config or _BACKWARD[tile], rows or _ROWS
     return BackwardSpecialisation(
         problem.dtype,
         tile,
         low=low is not None,
         high=high is not None,
-        tail=problem.key_length % KEY_BLOCK != 0,
+        tail=problem.key_length % config.keys != 0,
+        row_tail=problem.key_length % ROW_KEYS != 0,
         empty_rows=_may_have_empty_rows(problem),
         grad_lse=problem.lse,
         fused=not problem.deterministic,
         mask_tiles=_mask_geometry(problem) is not None,
         terms=_terms(problem),
-        config=config or _BACKWARD[tile],
+        config=config,
+        rows=rows,
+        dynamic=problem.deterministic
+        and rows.dynamic
+        and _row_tiles(problem, rows.consumers) >= _DYNAMIC_TURNS * processors,
     )
 
 
 def plan_backward(
-    kind: BackwardKind, setting: Setting, config: BackwardConfig | None = None
+    kind: BackwardKind,
+    setting: Setting,
+    config: BackwardConfig | None = None,
+    rows_config: RowsConfig | None = None,
 ) -> BackwardPlan:
+    """Configurations are given where they are compared."""
     problem, processors = kind.problem, setting.gpu.processors
-    special = specialise_backward(problem, config)
+    special = specialise_backward(problem, processors, config, rows_config)
     planes, key_planes = problem.batch * problem.heads, problem.batch * problem.kv_heads
     padded = -(-problem.query_length // _PADDING) * _PADDING
     programs = planes * -(-problem.query_length // PLAIN_ROWS)
     if not special.fused:
-        programs = min(planes * padded // _PADDING, processors)
+        programs = min(_row_tiles(problem, special.rows.consumers), processors)
     kernels, shape = _backward_kernels(special, problem.device), _out_shape(problem)
     query, key, value = (
         following(shape, strides, problem.dtype) for shape, strides in problem.operands.values()
@@ -571,7 +619,7 @@ def plan_backward(
         kernels,
         (
             planes * (padded // PLAIN_ROWS),
-            key_planes * -(-problem.key_length // KEY_BLOCK),
+            key_planes * -(-problem.key_length // special.config.keys),
             programs,
         ),
         _index(problem.device),
@@ -585,7 +633,7 @@ def plan_backward(
         sums,
         _sizes(problem),
         (key_planes, _key_cohort(problem, special)),
-        (planes, 1 if problem.options.band is None else planes),
+        (planes, _row_cohort(problem, special)),
         _band(problem),
         (problem.head_dim, problem.value_dim),
         problem.options.scale,
@@ -655,7 +703,7 @@ def _sizes(problem: Problem) -> tuple[int, int, int, int]:
     return problem.query_length, problem.key_length, heads, heads // problem.kv_heads
 
 
-def _cohort(problem: Problem, special: ForwardSpecialisation) -> int:
+def _cohort(problem: Problem, special: ForwardSpecialisation | BackwardSpecialisation) -> int:
     """Planes worked on side by side. Under a band, where tiles differ in length and the longest are
     to come first: all where tiles are dealt out, else as many as the cache holds the keys of."""
     planes = problem.batch * problem.heads
@@ -666,6 +714,11 @@ def _cohort(problem: Problem, special: ForwardSpecialisation) -> int:
     group = problem.heads // problem.kv_heads
     plane_bytes = 2 * problem.key_length * special.head_tile * problem.dtype.itemsize
     return max(1, min(planes, group * _CACHE_SHARE // plane_bytes))
+
+
+def _row_cohort(problem: Problem, special: BackwardSpecialisation) -> int:
+    """The same of a kernel of dQ apart."""
+    return _cohort(problem, special._replace(mask_tiles=False))
 
 
 def _key_cohort(problem: Problem, special: BackwardSpecialisation) -> int:
