@@ -119,7 +119,7 @@ def test_values(name: str, dropout_p: float) -> None:
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_added_masks_of_any_size(dim: int, aligned: bool, deterministic: bool) -> None:
-    """Rows whose lse is as large as a mask can make it, rows that see nothing, plain ones."""
+    """Rows whose lse is as large as a mask can make it, steep rows, empty ones, plain ones."""
     case = case_of("hopper, mask", dim=dim, value_dim=dim, rows=200, keys=328)
     inputs = build(case, DEVICE)
     query, key, value = (operand.tensor for operand in inputs.operands)
@@ -129,6 +129,8 @@ def test_added_masks_of_any_size(dim: int, aligned: bool, deterministic: bool) -
     for row, number in enumerate((lowest, -torch.inf, 1e4, -1e4, lowest, 300.0)):
         mask[:, :, 30 + 20 * row : 40 + 20 * row] = number
     mask[:, :, 150:160, ::2] = lowest
+    # Rows whose highest score rises from tile to tile, by anything from a little to 2^40.
+    mask[:, :, 160:200] *= 2.0 ** torch.arange(40, device=DEVICE)[:, None]
     tensors = Tensors(query, key, value, mask, None)
     options = Options(dim**-0.5)
     backend = plans.planner().backends[NAME]
@@ -191,6 +193,24 @@ def test_many_tiles_at_once_give_the_same_bits(
     expected = problem.solve()
     for _ in range(8):
         assert differences(problem.solve(), expected) == []
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_tiles_add_to_one_gradient(dim: int, causal: bool, reproducible: None) -> None:
+    """dQ as many programs add to it, in any order: the deterministic one but for its rounding."""
+    case = case_of("hopper", dim=dim, value_dim=dim, heads=32, kv_heads=32, causal=causal)
+    problem = exercise(replace(case, rows=2048, keys=2048))
+    ordered = problem.solve().grad_query
+    assert ordered is not None
+    step = torch.finfo(case.dtype).eps * ordered.abs().max()
+    torch.use_deterministic_algorithms(False)
+    first = problem.solve()
+    for found in (first, *(problem.solve() for _ in range(8))):
+        assert found.grad_query is not None
+        assert (found.grad_query - ordered).abs().max() <= step
+        assert differences(found._replace(grad_query=first.grad_query), first) == []
 
 
 # Dropout

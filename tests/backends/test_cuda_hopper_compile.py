@@ -157,18 +157,6 @@ def test_a_kernel_compiles_for_hopper(name: str, tmp_path: Path) -> None:
     assert spilled <= spilled_at_most
 
 
-def test_weights_are_made_while_the_output_before_them_is(tmp_path: Path) -> None:
-    """In machine code: between the waits for products and for the output are all exponentials."""
-    compiled = forward(64, mask=torch.bfloat16).compile(SM_90)
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
-    codes = " ".join(re.findall(r"DEPBAR[.]LE gsb0, 0x[01]|MUFU[.]EX2|HGMMA", text))
-    overlapped = re.findall(r"gsb0, 0x1((?: MUFU[.]EX2)+) DEPBAR[.]LE gsb0, 0x0", codes)
-    assert [between.count("MUFU") for between in overlapped] == [66, 66]  # of two consumers
-
-
 def test_the_kernels_before_and_after_a_backward_load_wide() -> None:
     special = backward(128)
     for source in (hopper_source.statistics_source, hopper_source.sums_source):

@@ -17,7 +17,6 @@ from orchard.attention.problem import (
     describe,
 )
 from orchard.backends.cuda import hopper_plan
-from orchard.backends.cuda.hopper_plan import Added
 from orchard.backends.cuda.launch import BackwardKind, Setting
 from orchard.backends.cuda.runtime import Gpu
 from orchard.dispatch.known import Known
@@ -243,31 +242,43 @@ def test_consumers_of_head_dimension_64(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scale", "softcap", "tiles", "added"),
+    ("dtype", "dim", "scale", "softcap", "tiles", "accumulated"),
     [
-        (BF16, 0.125, 0.0, True, Added.ACCUMULATED),
-        (BF16, 1.0, 0.0, True, Added.ACCUMULATED),
-        (BF16, 2.0, 0.0, True, Added.FUSED),
-        (BF16, 0.13, 0.0, True, Added.FUSED),
-        (BF16, 0.125, 5.0, True, Added.FUSED),
-        (BF16, 0.125, 0.0, False, Added.FUSED),
-        (torch.float16, 0.125, 0.0, True, Added.FUSED),
+        (BF16, 64, 0.125, 0.0, True, True),
+        (BF16, 64, 1.0, 0.0, True, True),
+        (BF16, 64, 2.0, 0.0, True, False),
+        (BF16, 64, 0.13, 0.0, True, False),
+        (BF16, 64, 0.125, 5.0, True, False),
+        (BF16, 64, 0.125, 0.0, False, False),
+        (BF16, 128, 0.125, 0.0, True, False),
+        (torch.float16, 64, 0.125, 0.0, True, False),
     ],
 )
 def test_how_an_added_mask_meets_the_products(
-    dtype: torch.dtype, scale: float, softcap: float, tiles: bool, added: Added
+    dtype: torch.dtype, dim: int, scale: float, softcap: float, tiles: bool, accumulated: bool
 ) -> None:
     """They are added to it where the query can be scaled exactly and tiles come by TMA."""
     mask = (2, 1, 256 if tiles else 1, 256)
-    problem = pose(dtype=dtype)._replace(
+    problem = pose((2, 4, 256, dim), dtype=dtype)._replace(
         options=Options(scale, softcap),
         mask=MaskSpec(dtype, mask, (mask[2] * 256, mask[2] * 256, 256, 1)),
     )
     special = hopper_plan.specialise_forward(problem, PROCESSORS)
     assert special.mask_tiles == tiles
-    assert special.config.added == added
+    assert special.config.accumulated == accumulated
     off = special.fitting(torch.empty(9, dtype=BF16)[1:])
-    assert off.config.added == Added.FUSED
+    assert not off.config.accumulated
+
+
+def test_many_rows_with_a_mask_have_three_consumers_where_it_is_added_to() -> None:
+    problem = pose((4, 32, 4096, 64))._replace(
+        mask=MaskSpec(BF16, (4, 1, 4096, 4096), (4096 * 4096, 4096 * 4096, 4096, 1))
+    )
+    config = hopper_plan.specialise_forward(problem, PROCESSORS).config
+    assert (config.consumers, config.pipelined, config.accumulated) == (3, False, True)
+    dropped = problem._replace(options=problem.options._replace(threshold=6000))
+    config = hopper_plan.specialise_forward(dropped, PROCESSORS).config
+    assert (config.consumers, config.pipelined, config.accumulated) == (2, True, True)
 
 
 def test_few_tiles_are_dealt_out_and_many_are_taken() -> None:

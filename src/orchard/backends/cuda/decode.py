@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from orchard.backends.cuda.common import (
     INFINITY,
@@ -47,9 +47,6 @@ def attention_splits(
     Parts go to sums[b * Hq + h][row][split][column], tops and totals[b * Hq + h][row][split]; with
     one split there is nothing to join, and the result is stored as it is.
     """
-    if how.early:
-        gdc_wait()
-        gdc_launch_dependents()  # all programs run, or nearly: the join may take its place
     split = tl.program_id(0) % splits
     kv_plane = tl.program_id(0) // splits
     kv_heads = numbers.heads // numbers.group
@@ -115,7 +112,6 @@ def attention_join(
 ):
     """One row from its parts, in their order."""
     if how.early:
-        gdc_launch_dependents()
         gdc_wait()
     size: tl.constexpr = how.block_keys
     value_block: tl.constexpr = how.value_block

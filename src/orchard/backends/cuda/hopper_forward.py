@@ -30,12 +30,9 @@ from orchard.backends.cuda.hopper_terms import ADDITIVE, NONE, Terms, philox_key
 
 _QUERY_STAGES = gl.constexpr(2)
 
-SEPARATE = gl.constexpr(0)  # how an added mask meets the products: see hopper_plan.Added
-ACCUMULATED = gl.constexpr(2)
 _HUGE = gl.constexpr(2.0**27)  # fp32 has multiples of 16 from here on
 
-_REACHED = gl.constexpr("""{ .reg .pred never; setp.lt.f32 never, $1, 0f00000000;
-@never pmevent 0; mov.f32 $0, $1; }""")
+_PRODUCT = gl.constexpr("mul.rn.f32 $0, $1, $2;")
 # bf16 is the upper half of fp32.
 _WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 
@@ -57,13 +54,10 @@ class Consumer:
     INDEX: gl.constexpr
     PIPELINED: gl.constexpr  # scores of a tile are computed beside the output of the one before
     LSE: gl.constexpr  # whether it is stored
-    ADDED: gl.constexpr  # how an added mask meets the products
-    OVERLAPPED: gl.constexpr  # whether weights are computed while the output before them is
+    ACCUMULATED: gl.constexpr  # whether products are added to an added mask
 
     @gluon.constexpr_function
-    def __init__(
-        self, work, terms, keys, values, masks, INDEX, PIPELINED, LSE, ADDED, OVERLAPPED
-    ):  # fmt: skip
+    def __init__(self, work, terms, keys, values, masks, INDEX, PIPELINED, LSE, ACCUMULATED):
         self.work = work
         self.terms = terms
         self.keys = keys
@@ -72,8 +66,7 @@ class Consumer:
         self.INDEX = gl.constexpr(INDEX)
         self.PIPELINED = gl.constexpr(PIPELINED)
         self.LSE = gl.constexpr(LSE)
-        self.ADDED = gl.constexpr(ADDED)
-        self.OVERLAPPED = gl.constexpr(OVERLAPPED)
+        self.ACCUMULATED = gl.constexpr(ACCUMULATED)
 
     @gluon.jit
     def take_turn(self):
@@ -114,9 +107,7 @@ class Consumer:
         if self.terms.MASK_TILES:
             slot = self.mask_slot(step)
             self.masks.wait(slot)
-            tile = self.masks.tile(slot, [ROWS, TILE]).load(product_layout(TILE))
-            if self.ADDED != SEPARATE:
-                tile = _widened(tile)
+            tile = _widened(self.masks.tile(slot, [ROWS, TILE]).load(product_layout(TILE)))
         else:
             tile = mask_tile
         return tile
@@ -126,7 +117,7 @@ class Consumer:
         """Begin the products of a tile, and its mask where they are added to it."""
         TILE: gl.constexpr = self.work.TILE
         D: gl.constexpr = rows.query.shape[1]
-        if self.ADDED == ACCUMULATED:
+        if self.ACCUMULATED:
             tile = self.loaded_mask(step, gl.to_tensor(0))
             self.keys.wait(step)
             self.take_turn()
@@ -141,7 +132,7 @@ class Consumer:
     @gluon.jit
     def remaining_mask(self, step, mask_tile):
         """The tile of the mask, where it is not in the products already."""
-        if self.ADDED != ACCUMULATED:
+        if not self.ACCUMULATED:
             mask_tile = self.loaded_mask(step, mask_tile)
         return mask_tile
 
@@ -240,17 +231,26 @@ def _widened(tile):
 
 
 @gluon.jit
-def _reached(total):
-    """`total`, behind an instruction that needs it and never takes effect: ptxas waits for the
-    output as soon as it may, and would do so before the weights otherwise."""
-    return gl.inline_asm_elementwise(_REACHED, "=f,f", [total], gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _unit(origin):
     """What scores are multiplied by in exponents. Beside a huge origin they differ by nothing or by
     so much that no unit matters: 1, for the rounding of a product would be an exponent itself."""
     return gl.where(gl.abs(origin) > _HUGE, 1.0, LOG2_E)
+
+
+@gluon.jit
+def _base(origin, unit):
+    """Their product, rounded: what exponents are relative to. Not part of a fused operation, so
+    that a row's next tile finds the same number again."""
+    return gl.inline_asm_elementwise(
+        _PRODUCT, "=f,f,f", [origin, unit], gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _added_fade(top, origin, unit, base):
+    """What sums relative to `top` are multiplied by, with an added mask."""
+    apart = _base(top, unit) - base
+    return gl.exp2(gl.where(_unit(top) == unit, apart, top - origin))
 
 
 @gluon.jit
@@ -259,7 +259,7 @@ def _softmax(consumer, rows, products, mask_tile, tile, top, total):
     work = consumer.work
     terms = consumer.terms
     scores = products
-    if consumer.ADDED != ACCUMULATED:
+    if not consumer.ACCUMULATED:
         scores = terms.score(products, mask_tile)
     if work.LOW or work.HIGH or work.TAIL:
         scores = _clip(work, rows, scores, tile)
@@ -271,14 +271,14 @@ def _softmax(consumer, rows, products, mask_tile, tile, top, total):
     if work.LOW or work.HIGH or terms.MASK != NONE:
         # A row that has seen no key yet: any finite origin makes its weights 0.
         origin = gl.where(new_top == float("-inf"), 0.0, new_top)
-    if terms.MASK == ADDITIVE and consumer.ADDED != SEPARATE:
+    if terms.MASK == ADDITIVE:
         unit = _unit(origin)
-        base = origin * unit
+        base = _base(origin, unit)
         weights = gl.exp2(scores * gl.expand_dims(unit, 1) - gl.expand_dims(base, 1))
-        fade = gl.exp2(top * unit - base)
+        fade = _added_fade(top, origin, unit, base)
     else:
         weights = terms.power(scores, gl.expand_dims(origin, 1))
-        fade = terms.power(top, origin) if terms.MASK == ADDITIVE else gl.exp2(top - origin)
+        fade = gl.exp2(top - origin)
     total = total * fade + gl.sum(weights, axis=1)
     if terms.DROPOUT:
         plane = rows.batch * work.heads + rows.head
@@ -333,8 +333,6 @@ def _pipelined_tile(consumer, rows, step, state, tile):
     products = warpgroup_mma_wait(1, deps=[products])
     consumer.release_scores(step + 1)
     weights, top, total, fade = _softmax(consumer, rows, products, mask_tile, tile, top, total)
-    if consumer.OVERLAPPED:
-        total = _reached(total)
     sums, left = warpgroup_mma_wait(0, deps=[sums, left])
     values.release(step)
     return _faded(sums, fade), top, total, operand(weights.to(query.dtype), D)
@@ -413,7 +411,7 @@ def _consume(consumer, schedule, out, lse, queries):
             whole_begin, whole_end = work.whole(first_row, begin, end)
             query = queries.tile(slot, [ROWS, D])
             left = gl.to_tensor(0)
-            if consumer.ADDED == ACCUMULATED:
+            if consumer.ACCUMULATED:
                 # Exact: the scale is a power of two.
                 held = query.load(gl.DotOperandLayout(0, product_layout(work.TILE), k_width=2))
                 left = (held.to(gl.float32) * terms.factor).to(query.dtype)
@@ -456,7 +454,7 @@ def forward_kernel(
     CONSUMERS: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     PIPELINED: gl.constexpr, DYNAMIC: gl.constexpr,
     LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr,
-    LSE: gl.constexpr, ADDED: gl.constexpr, OVERLAPPED: gl.constexpr,
+    LSE: gl.constexpr, ACCUMULATED: gl.constexpr,
     SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr,
     MASK_TILES: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -491,9 +489,9 @@ def forward_kernel(
     schedule = make_schedule(work, counter, DYNAMIC)
     fence_async_shared()
     produced = schedule, terms, query, key, value, mask, queries, keys, values, masks
-    consumer = Consumer(work, terms, keys, values, masks, 0, PIPELINED, LSE, ADDED, OVERLAPPED)
+    consumer = Consumer(work, terms, keys, values, masks, 0, PIPELINED, LSE, ACCUMULATED)
     first = consumer, schedule, out, lse, queries
-    consumer = Consumer(work, terms, keys, values, masks, 1, PIPELINED, LSE, ADDED, OVERLAPPED)
+    consumer = Consumer(work, terms, keys, values, masks, 1, PIPELINED, LSE, ACCUMULATED)
     second = consumer, schedule, out, lse, queries
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -502,7 +500,7 @@ def forward_kernel(
             [REGISTERS, REGISTERS],
         )
     else:
-        consumer = Consumer(work, terms, keys, values, masks, 2, PIPELINED, LSE, ADDED, OVERLAPPED)
+        consumer = Consumer(work, terms, keys, values, masks, 2, PIPELINED, LSE, ACCUMULATED)
         third = consumer, schedule, out, lse, queries
         if CONSUMERS == 3:
             gl.warp_specialize(
@@ -511,9 +509,7 @@ def forward_kernel(
                 [REGISTERS, REGISTERS, REGISTERS],
             )
         else:
-            consumer = Consumer(
-                work, terms, keys, values, masks, 3, PIPELINED, LSE, ADDED, OVERLAPPED
-            )
+            consumer = Consumer(work, terms, keys, values, masks, 3, PIPELINED, LSE, ACCUMULATED)
             fourth = consumer, schedule, out, lse, queries
             gl.warp_specialize(
                 [

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,22 +41,13 @@ KNOWN_ADDRESSES = 64  # of the tensors of a plan: an allocator gives out the sam
 _WIDE = 16  # bytes of a wide load
 
 
-class Added(IntEnum):
-    """How an added mask meets the products."""
-
-    SEPARATE = 0  # added to scaled products; an exponent is a difference and a product
-    FUSED = 1  # the same, and an exponent is one instruction
-    ACCUMULATED = 2  # products of a scaled query are added to it
-
-
 class ForwardConfig(NamedTuple):
     consumers: int  # warpgroups of 64 rows each
     keys: int  # of a tile
     stages: int  # of keys and of values
     registers: int  # of a thread in a consumer
     pipelined: bool  # scores of a tile beside the output of the one before, in turns
-    added: Added = Added.SEPARATE
-    overlapped: bool = False  # in a pipeline, weights are made before the output is waited for
+    accumulated: bool = False  # products of a scaled query are added to the mask
 
 
 class BackwardConfig(NamedTuple):
@@ -137,10 +127,11 @@ class ForwardSpecialisation(NamedTuple):
         """This, or what takes a mask that begins where its wide loads cannot."""
         if mask is None or mask.data_ptr() % _WIDE == 0:
             return self
-        config = self.config
-        if config.added == Added.ACCUMULATED:
-            config = config._replace(added=Added.FUSED)
-        return self._replace(mask_tiles=False, terms=self.terms.narrow, config=config)
+        return self._replace(
+            mask_tiles=False,
+            terms=self.terms.narrow,
+            config=self.config._replace(accumulated=False),
+        )
 
 
 class BackwardSpecialisation(NamedTuple):
@@ -383,29 +374,28 @@ def specialise_forward(
 def _forward_config(problem: Problem, processors: int) -> ForwardConfig:
     tile, terms = _head_tile(problem), _terms(problem)
     plain = terms.mask == "none" and not terms.dropout
-    if (
-        tile == 64
-        and plain
-        and _row_tiles(problem, _THREE.consumers) >= _DYNAMIC_TURNS * processors
-    ):
+    accumulated = _accumulates(problem)
+    many = _row_tiles(problem, _THREE.consumers) >= _DYNAMIC_TURNS * processors
+    if tile == 64 and many and (plain or (accumulated and not terms.dropout)):
         short = problem.options.band is not None and problem.query_length <= _SHORT_BAND
-        return _FOUR if short else _THREE
+        return _FOUR if short and plain else _THREE._replace(accumulated=accumulated)
     # A pipeline has no room for tiles of masks that are loaded one by one, and with D 128 gains
     # nothing where there is that much to do beside the products.
     loaded = terms.mask != "none" and _mask_geometry(problem) is None
     pipelined = plain or (tile == 64 and not loaded)
-    if terms.mask != "additive":
-        return _FORWARD._replace(pipelined=pipelined)
-    return _FORWARD._replace(pipelined=pipelined, added=_added(problem), overlapped=pipelined)
+    return _FORWARD._replace(pipelined=pipelined, accumulated=accumulated)
 
 
-def _added(problem: Problem) -> Added:
+def _accumulates(problem: Problem) -> bool:
     """Products are added to a mask where they come scaled: by a query that is scaled exactly."""
     mantissa, exponent = math.frexp(problem.options.scale)
     exact = problem.dtype is torch.bfloat16 and mantissa == 0.5 and -8 <= exponent <= 1
-    if exact and not problem.options.softcap and _mask_geometry(problem) is not None:
-        return Added.ACCUMULATED
-    return Added.FUSED
+    return (
+        exact
+        and _head_tile(problem) == 64
+        and not problem.options.softcap
+        and _mask_geometry(problem) is not None
+    )
 
 
 def _row_tiles(problem: Problem, consumers: int) -> int:

@@ -201,8 +201,7 @@ def forward_source(special: ForwardSpecialisation) -> Source:
         "HIGH": special.high,
         "TAIL": special.tail,
         "LSE": special.lse,
-        "ADDED": config.added.value,
-        "OVERLAPPED": config.overlapped,
+        "ACCUMULATED": config.accumulated,
     }
     types |= _SHAPE | terms
     if special.mask_tiles:

@@ -228,8 +228,6 @@ class Terms:
         """e to the score, relative to that of `origin`, which is in units of scores."""
         if self.is_late():
             result = gl.exp2(scores * self.factor - origin)
-        elif self.MASK == ADDITIVE:
-            result = gl.exp2((scores - origin) * LOG2_E)
         else:
             result = gl.exp2(scores - origin)
         return result

@@ -228,11 +228,7 @@ def plan_decode(problem: Problem, setting: Setting) -> Decode:
     key_blocks = blocks(problem.key_length, config.keys)
     per_split = blocks(key_blocks, tuning.splits(problem, setting.gpu, config.keys))
     splits = blocks(key_blocks, per_split)
-    variant = _variant(problem, config, setting)._replace(
-        lse=lse is not None,
-        split=splits > 1,
-        early=splits > 1 and setting.gpu.architecture >= _EARLY_LAUNCHES,
-    )
+    variant = _variant(problem, config, setting)._replace(lse=lse is not None, split=splits > 1)
     step = _step(
         problem,
         "decode.attention_splits",
@@ -245,11 +241,12 @@ def plan_decode(problem: Problem, setting: Setting) -> Decode:
     join = None
     if splits > 1:
         joining = setting.config(problem, "join")
+        early = setting.gpu.architecture >= _EARLY_LAUNCHES
         join = _step(
             problem,
             "decode.attention_join",
             (Strides(*out.strides),),
-            variant._replace(block_keys=joining.keys),
+            variant._replace(block_keys=joining.keys, early=early),
             joining,
             integers=(splits,),
             programs=problem.query_length * problem.heads * problem.batch,
