@@ -363,6 +363,7 @@ def _is_hopper() -> bool:
 
 
 @ALL
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_nothing_waits_for_the_gpu(name: str) -> None:
     """The public call, its seed drawn, of a problem that is new, forward and backward."""
     case = case_of(name, dropout_p=0.2)
