@@ -228,12 +228,21 @@ static void pack_query_levels(const Problem &p, float sign, int64_t batch, int64
 static void pack_key_levels(const Problem &p, int64_t batch, int64_t kv_head, int64_t key,
                             int64_t count, uint32_t *to, KeyTerms &terms) {
   const int64_t dim = p.dim, quads = quads_of(dim), past = round_up(count, 8) - count;
+  const bool sums = p.query_levels.zeros.data != nullptr;
+  const bool in_vectors = p.key.dtype == ORCHARD_INT8 && dim % (4 * kLanes) == 0;
   terms.steps.read(p.key_levels, batch, kv_head, key, count);
   for (int64_t j = 0; j < count; ++j) {
     uint32_t *row = to + j * quads;
-    read_levels(row_at(p.key, batch, kv_head, key + j), p.key.dtype, dim, (int8_t *)row);
+    const char *from = row_at(p.key, batch, kv_head, key + j);
+    if (in_vectors) {
+      for (int64_t n = 0; n < quads; n += kLanes)
+        store(row + n, load_as<Words>(from + n * 4) ^ 0x80808080u);
+      if (sums) terms.sum[j] = sum_of((const int8_t *)from, dim);
+      continue;
+    }
+    read_levels(from, p.key.dtype, dim, (int8_t *)row);
     memset((int8_t *)row + dim, 0, (size_t)(quads * 4 - dim));
-    if (p.query_levels.zeros.data != nullptr) terms.sum[j] = sum_of((const int8_t *)row, dim);
+    if (sums) terms.sum[j] = sum_of((const int8_t *)row, dim);
     for (int64_t n = 0; n < quads; ++n) row[n] ^= 0x80808080u;
   }
   memset(to + count * quads, 0, (size_t)(past * quads) * 4);
