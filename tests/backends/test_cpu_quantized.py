@@ -199,6 +199,22 @@ def test_an_operand_that_passes_through_and_is_changed_before_backward() -> None
         out.sum().backward()
 
 
+@pytest.mark.parametrize("query_precision", ["int8", "bf16"])
+def test_a_source_that_is_changed_before_backward(query_precision: Any) -> None:
+    """The gradient is that of what was stored elsewhere, whatever the source holds now."""
+    leaves = [tensor.requires_grad_() for tensor in operands((1, 2, 2, 8, 8, 16, 16))]
+    config = QuantizationConfig(query_precision=query_precision)
+    assert explain(*leaves, config=config).engine.name == "cpu"
+    expected = torch.autograd.grad(quantized_attention(*leaves, config=config).sum(), leaves)
+    given = [leaf.clone() for leaf in leaves]
+    out = quantized_attention(*given, config=config)
+    with torch.no_grad():
+        for tensor in given:
+            tensor.zero_()
+    found = torch.autograd.grad(out.sum(), leaves)
+    assert all(torch.equal(ours, truth) for ours, truth in zip(found, expected, strict=True))
+
+
 def test_a_smoothed_key_that_passes_through() -> None:
     """The kernels leave it to attention at its values."""
     query, key, value = operands((1, 2, 2, 8, 8, 16, 16), torch.bfloat16)
