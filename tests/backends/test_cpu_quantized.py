@@ -459,6 +459,19 @@ class TestReasons:
             planner.reset()
         assert plan.engine.name == "dequantise"
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("shape", [(1, 3, 5000, 64), (2, 2, 17, 128), (3, 1, 256, 192)])
+    def test_mean_without_the_library(
+        self, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A smoothed key has the same bits, whoever adds up its rows, and whatever its strides."""
+        tensor = torch.randn(shape, generator=Generator().manual_seed(8)).to(dtype) + 3.0
+        turned = tensor.mT.contiguous().mT
+        native_mean, of_strides = (formats_module.mean_over_sequence(t) for t in (tensor, turned))
+        monkeypatch.setattr(quantized, "usable_library", lambda: None)
+        assert torch.equal(native_mean, formats_module.mean_over_sequence(tensor))
+        assert torch.equal(native_mean, of_strides)
+
     def test_levels_with_a_stride(self) -> None:
         call = explain(*operands(SIZES["ragged"])).call
         stored = call.key.stored

@@ -6,7 +6,9 @@
 namespace orchard::ORCHARD_ISA {
 
 constexpr float kSmallestScale = 0x1p-126f, kLargestMagnitude = 0x1p126f;
-constexpr int64_t kTaskRows = 64;  // rows that are worth a task
+// Rows of a task: as many as are worth one, and more where all threads have some, for memory is
+// read faster in long runs.
+constexpr int64_t kLeastTaskRows = 64, kMostTaskRows = 512;
 constexpr int64_t kHeldRows = 64;  // the most of a group that stay in scratch from pass to pass
 
 // A group: where its scale lies, and its batch entries, heads and rows.
@@ -46,7 +48,10 @@ struct Quantizer {
     int64_t rows = 1;
     for (int axis = 0; axis < 3; ++axis)
       rows *= larger_of(1, smaller_of(q.levels.group[axis], q.source.sizes[axis]));
-    groups_in_task = larger_of(1, kTaskRows / rows);
+    const int64_t *sizes = q.source.sizes;
+    const int64_t share = sizes[0] * sizes[1] * sizes[2] / (8 * larger_of(q.threads, 1));
+    groups_in_task =
+        larger_of(1, smaller_of(larger_of(share, kLeastTaskRows), kMostTaskRows) / rows);
     held_rows = rows <= kHeldRows ? rows : 1;
   }
 
@@ -183,6 +188,59 @@ static int quantize(const Quantization &q) noexcept {
   const size_t bytes = (size_t)(z.padded() * (4 * z.held_rows + 1)) + 64;
   if (!parallel_for(z.tasks(), q.threads, bytes, quantize_task, &z)) return ORCHARD_OUT_OF_MEMORY;
   return z.refused != 0 ? ORCHARD_INVALID_ARGUMENT : ORCHARD_OK;
+}
+
+// Sums of a head's rows: 16 of them, 16 of those, and so on. One long sum would lose precision.
+struct Cascade {
+  static constexpr int kLevels = 4, kPower = 4;
+  float *sums;  // [kLevels][padded]
+  int64_t padded, rows = 0;
+
+  Cascade(float *scratch, int64_t width) : sums(scratch), padded(width) {
+    memset(sums, 0, (size_t)(kLevels * padded) * 4);
+  }
+
+  void add(const float *row) {
+    fold(row, 0);
+    ++rows;
+    for (int level = 1; level < kLevels && rows % (int64_t{1} << level * kPower) == 0; ++level) {
+      fold(sums + (level - 1) * padded, level);
+      memset(sums + (level - 1) * padded, 0, (size_t)padded * 4);
+    }
+  }
+
+  const float *total() {
+    for (int level = 1; level < kLevels; ++level) fold(sums + level * padded, 0);
+    return sums;
+  }
+
+ private:
+  void fold(const float *from, int level) {
+    float *to = sums + level * padded;
+    for (int64_t d = 0; d < padded; d += kLanes) store(to + d, load(to + d) + load(from + d));
+  }
+};
+
+static void sum_task(void *context, int64_t index, void *scratch) {
+  const Quantization &q = *(const Quantization *)context;
+  const orchard_tensor &source = q.source, &sums = q.levels.mean;
+  const int64_t b = index / source.sizes[1], h = index % source.sizes[1];
+  const int64_t rows = source.sizes[2], dim = source.sizes[3], padded = round_up(dim, kLanes);
+  float *row = (float *)scratch;
+  memset(row, 0, (size_t)padded * 4);
+  Cascade cascade(row + padded, padded);
+  for (int64_t i = 0; i < rows; ++i) {
+    read_row(row_at(source, b, h, i), source.strides[3], source.dtype, dim, row);
+    cascade.add(row);
+  }
+  write_row(cascade.total(), (char *)row_at(sums, b, h, 0), sums.strides[3], ORCHARD_FLOAT32, dim);
+}
+
+static int sum_over_rows(const Quantization &q) noexcept {
+  const size_t bytes = (size_t)((1 + Cascade::kLevels) * round_up(q.source.sizes[3], kLanes)) * 4;
+  const int64_t heads = q.source.sizes[0] * q.source.sizes[1];
+  return parallel_for(heads, q.threads, bytes, sum_task, (void *)&q) ? ORCHARD_OK
+                                                                     : ORCHARD_OUT_OF_MEMORY;
 }
 
 }  // namespace orchard::ORCHARD_ISA
