@@ -42,7 +42,7 @@ quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m "not slow and not compile and not stress"
 
 native-test:
-	cmake -S native -B $(NATIVE_BUILD) -DORCHARD_BUILD_TESTS=ON -DORCHARD_SANITIZE='$(SANITIZE)'
+	cmake -S native -B $(NATIVE_BUILD) -DORCHARD_BUILD_TESTS=ON -DORCHARD_SANITIZE='$(subst $(COMMA),;,$(SANITIZE))'
 	cmake --build $(NATIVE_BUILD) --parallel $(shell getconf _NPROCESSORS_ONLN)
 	cd $(NATIVE_BUILD) && ctest --output-on-failure
 

@@ -136,12 +136,25 @@ typedef struct orchard_quantize_args {
   int32_t reserved; /* 0 */
 } orchard_quantize_args;
 
+/* The sum over the rows of each head in fp32. Rows are added up by sixteens, their sums by
+ * sixteens, and so on up to 4096 rows; what is left of each follows, fewest rows first. It may be
+ * Inf or NaN. */
+typedef struct orchard_sum_args {
+  uint32_t struct_size;  /* sizeof(orchard_sum_args) */
+  uint32_t abi_version;  /* ORCHARD_ABI_VERSION */
+  orchard_tensor source; /* [B, H, S, dim], floating, any strides */
+  orchard_tensor sums;   /* written: fp32 [B, H, 1, dim] */
+  int32_t threads;
+  int32_t reserved; /* 0 */
+} orchard_sum_args;
+
 ORCHARD_API uint32_t orchard_abi_version(void);
 
 ORCHARD_API int orchard_attention_forward(const orchard_forward_args *args);
 ORCHARD_API int orchard_attention_backward(const orchard_backward_args *args);
 ORCHARD_API int orchard_quantized_forward(const orchard_quantized_args *args);
 ORCHARD_API int orchard_quantize(const orchard_quantize_args *args);
+ORCHARD_API int orchard_sum_over_rows(const orchard_sum_args *args);
 
 /* Why the last call on this thread failed; "" after a success. Valid until the next call. */
 ORCHARD_API const char *orchard_last_error(void);

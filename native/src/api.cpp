@@ -448,32 +448,46 @@ void read(const orchard_quantized_args &args, Problem &problem, Check &check) {
   check.output("lse", args.lse);
 }
 
-void read(const orchard_quantize_args &args, Quantization &quantization, Check &check) {
-  const orchard_operand &result = args.result;
-  const Shape whole = shape_of(args.source);
+// What a call on one tensor has beside its results.
+template <class Args>
+void read_source(const Args &args, Quantization &quantization, Check &check) {
   check.tensor("source", args.source);
-  const orchard_tensor data = read_data("result", result, check);
-  if (!check.ok()) return;
   if (!is_floating(args.source.dtype))
     check.fail(ORCHARD_INVALID_ARGUMENT, "source is %s; it must be float32, float16 or bfloat16",
                dtype_name(args.source.dtype));
+  if (args.reserved != 0)
+    check.fail(ORCHARD_INVALID_ARGUMENT, "reserved is %d; it must be 0", args.reserved);
+  quantization.source = tidy(args.source, 1);
+  quantization.threads = read_threads(args.threads, check);
+}
+
+void read(const orchard_sum_args &args, Quantization &quantization, Check &check) {
+  read_source(args, quantization, check);
+  if (absent(args.sums)) check.fail(ORCHARD_INVALID_ARGUMENT, "sums is absent; it is the result");
+  if (!check.ok()) return;
+  read_mean("sums", args.sums, shape_of(args.source), quantization.levels, check);
+  check.output("sums", args.sums);
+}
+
+void read(const orchard_quantize_args &args, Quantization &quantization, Check &check) {
+  const orchard_operand &result = args.result;
+  const Shape whole = shape_of(args.source);
+  read_source(args, quantization, check);
+  const orchard_tensor data = read_data("result", result, check);
+  if (!check.ok()) return;
   if (!is_levels(data.dtype))
     check.fail(ORCHARD_INVALID_ARGUMENT, "result is %s; it must be int8 or int4",
                dtype_name(data.dtype));
   check.shape("result", data, whole, ", as source has");
   if (!absent(result.mean))
     check.fail(ORCHARD_INVALID_ARGUMENT, "result.mean is given; mean is the one to take out");
-  if (args.reserved != 0)
-    check.fail(ORCHARD_INVALID_ARGUMENT, "reserved is %d; it must be 0", args.reserved);
   if (!check.ok()) return;
   read_levels("result", result, whole, quantization.levels, check);
   read_mean("mean", args.mean, whole, quantization.levels, check);
   check.output("result.data", result.data);
   check.output("result.scales", result.scales);
   check.output("result.zeros", result.zeros);
-  quantization.source = tidy(args.source, 1);
   quantization.data = tidy(result.data, 1);
-  quantization.threads = read_threads(args.threads, check);
 }
 
 // The two words that every version of the struct begins with.
@@ -536,6 +550,10 @@ int orchard_quantized_forward(const orchard_quantized_args *args) {
 
 int orchard_quantize(const orchard_quantize_args *args) {
   return orchard::call(args, &orchard::Kernels::quantize);
+}
+
+int orchard_sum_over_rows(const orchard_sum_args *args) {
+  return orchard::call(args, &orchard::Kernels::sum_over_rows);
 }
 
 const char *orchard_last_error(void) { return orchard::last_error; }

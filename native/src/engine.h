@@ -24,7 +24,7 @@ struct Problem {
   Levels query_levels, key_levels, value_levels;
 };
 
-// A tensor to be stored in few bits.
+// A tensor to be stored in few bits, or whose rows are to be added up, into levels.mean.
 struct Quantization {
   orchard_tensor source, data;
   Levels levels;
@@ -33,9 +33,10 @@ struct Quantization {
 
 struct Kernels {
   const char *name;
-  int (*forward)(const Problem &problem) noexcept;             // a status
-  int (*backward)(const Problem &problem) noexcept;            // a status
-  int (*quantize)(const Quantization &quantization) noexcept;  // a status
+  int (*forward)(const Problem &problem) noexcept;                  // a status
+  int (*backward)(const Problem &problem) noexcept;                 // a status
+  int (*quantize)(const Quantization &quantization) noexcept;       // a status
+  int (*sum_over_rows)(const Quantization &quantization) noexcept;  // a status
   void (*exp2)(const float *x, float *y, size_t count) noexcept;
 };
 

@@ -145,6 +145,21 @@ std::vector<Refusal<orchard_quantize_args>> quantize_refusals() {
   };
 }
 
+std::vector<Refusal<orchard_sum_args>> sum_refusals() {
+  using Args = orchard_sum_args;
+  return {
+      {"struct_size 0", ORCHARD_WRONG_ABI, [](Args &a) { a.struct_size = 0; }},
+      {"source.data NULL", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.source.data = nullptr; }},
+      {"int8 source", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.source.dtype = ORCHARD_INT8; }},
+      {"no sums", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.sums = {}; }},
+      {"sums of two rows", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.sums.sizes[2] = 2; }},
+      {"bf16 sums", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.sums.dtype = ORCHARD_BFLOAT16; }},
+      {"sums with stride 0", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.sums.strides[1] = 0; }},
+      {"reserved not 0", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.reserved = 1; }},
+      {"threads below 0", ORCHARD_INVALID_ARGUMENT, [](Args &a) { a.threads = -1; }},
+  };
+}
+
 std::vector<Refusal<orchard_backward_args>> backward_refusals() {
   using Args = orchard_backward_args;
   auto all = refusals_of_both<Args>();
@@ -266,6 +281,17 @@ int run() {
     now_running(refusal.name);
     report.test(std::string("quantize refuses: ") + refusal.name,
                 refused(&args, orchard_quantize, refusal.status, stored_outputs));
+  }
+  const int64_t *of_sums = stored.operands[1].args.mean.sizes;
+  const Tensor sums({of_sums[0], of_sums[1], 1, of_sums[3]}, ORCHARD_FLOAT32, "bhsd", Edge::kEnd);
+  const auto sum_bytes = [&] { return std::vector<std::vector<uint8_t>>{sums.bytes()}; };
+  report.test("sum_over_rows", stored.compare_sums(2));
+  for (const auto &refusal : sum_refusals()) {
+    orchard_sum_args args = stored.operands[1].sum_of_source(sums, 2);
+    refusal.change(args);
+    now_running(refusal.name);
+    report.test(std::string("sum_over_rows refuses: ") + refusal.name,
+                refused(&args, orchard_sum_over_rows, refusal.status, sum_bytes));
   }
   report.test("the message", run_message());
   call.forward_args.lse = {};

@@ -150,7 +150,7 @@ std::string run_quantized(const std::string &name, Random &random) {
   now_running(name + ": quantised " + describe(what, ORCHARD_FLOAT32));
   QuantizedCall call = any_quantized(what, one_in(random, 2) ? Edge::kEnd : Edge::kBegin, random);
   const int threads = static_cast<int>(between(random, 0, 4));
-  std::string defects = call.quantize(threads);
+  std::string defects = call.quantize(threads) + call.compare_sums(threads);
   if (defects.empty()) defects = call.forward_and_compare(threads);
   return defects.empty() ? "" : defects + "quantised " + describe(what, ORCHARD_FLOAT32);
 }

@@ -74,6 +74,46 @@ std::string StoredTensor::quantize(int threads) {
   return "";
 }
 
+orchard_sum_args StoredTensor::sum_of_source(const Tensor &into, int threads) const {
+  orchard_sum_args args{};
+  args.struct_size = sizeof args;
+  args.abi_version = ORCHARD_ABI_VERSION;
+  args.source = source_.view();
+  args.sums = into.view();
+  args.threads = threads;
+  return args;
+}
+
+std::string StoredTensor::compare_sums(int threads) const {
+  constexpr int kLevels = 4, kInSum = 16;
+  const orchard_tensor &source = source_.view();
+  const auto [batch, heads, rows, dim] = sizes_of(source);
+  Tensor found({batch, heads, 1, dim}, ORCHARD_FLOAT32, "hb+sd2", Edge::kEnd);
+  found.poison();
+  const orchard_sum_args args = sum_of_source(found, threads);
+  if (const int status = orchard_sum_over_rows(&args); status != ORCHARD_OK)
+    return "sum_over_rows gave status " + std::to_string(status) + ": " + orchard_last_error() +
+           "; ";
+  if (!found.gaps_untouched()) return "sum_over_rows wrote between the elements of its result; ";
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t d = 0; d < dim; ++d) {
+        float sums[kLevels] = {};
+        for (int64_t i = 0; i < rows; ++i) {
+          sums[0] += load_float(source, b, h, i, d);
+          int64_t whole = i + 1;
+          for (int level = 1; level < kLevels && whole % kInSum == 0; ++level, whole /= kInSum) {
+            sums[level] += sums[level - 1];
+            sums[level - 1] = 0;
+          }
+        }
+        for (int level = 1; level < kLevels; ++level) sums[0] += sums[level];
+        if (load_float(found.view(), b, h, 0, d) != sums[0])
+          return "the sum of channel " + std::to_string(d) + " differs; ";
+      }
+  return "";
+}
+
 void StoredTensor::forbid_writing() {
   for (Tensor *part : {&data_, &scales_, &zeros_})
     if (part->view().data != nullptr) part->forbid_writing();
@@ -186,6 +226,13 @@ std::string QuantizedCall::quantize(int threads) {
     defects += operand.quantize(threads);
     operand.forbid_writing();
   }
+  return defects;
+}
+
+std::string QuantizedCall::compare_sums(int threads) const {
+  std::string defects;
+  for (const StoredTensor &operand : operands)
+    if (operand.args.struct_size != 0) defects += operand.compare_sums(threads);
   return defects;
 }
 

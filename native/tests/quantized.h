@@ -23,6 +23,8 @@ class StoredTensor {
 
   // Runs on poisoned outputs, then compares with the definition, bit by bit. "" or what went wrong.
   std::string quantize(int threads);
+  std::string compare_sums(int threads) const;  // the same of the sums over its rows
+  orchard_sum_args sum_of_source(const Tensor &into, int threads) const;
   std::vector<double> values() const;  // what the levels stand for, every one an fp32
   void forbid_writing();
 
@@ -42,6 +44,7 @@ class QuantizedCall {
   QuantizedCall(const Case &what, const std::array<Storage, 3> &how, int32_t out_dtype, Edge edge,
                 uint64_t seed);
   std::string quantize(int threads);
+  std::string compare_sums(int threads) const;  // of the operands that are levels
   // Values are compared where out is fp32; else they have to be finite.
   std::string forward_and_compare(int threads);
 

@@ -199,6 +199,22 @@ def test_an_operand_that_passes_through_and_is_changed_before_backward() -> None
         out.sum().backward()
 
 
+@pytest.mark.parametrize("query_precision", ["int8", "bf16"])
+def test_a_source_that_is_changed_before_backward(query_precision: Any) -> None:
+    """The gradient is that of what was stored elsewhere, whatever the source holds now."""
+    leaves = [tensor.requires_grad_() for tensor in operands((1, 2, 2, 8, 8, 16, 16))]
+    config = QuantizationConfig(query_precision=query_precision)
+    assert explain(*leaves, config=config).engine.name == "cpu"
+    expected = torch.autograd.grad(quantized_attention(*leaves, config=config).sum(), leaves)
+    given = [leaf.clone() for leaf in leaves]
+    out = quantized_attention(*given, config=config)
+    with torch.no_grad():
+        for tensor in given:
+            tensor.zero_()
+    found = torch.autograd.grad(out.sum(), leaves)
+    assert all(torch.equal(ours, truth) for ours, truth in zip(found, expected, strict=True))
+
+
 def test_a_smoothed_key_that_passes_through() -> None:
     """The kernels leave it to attention at its values."""
     query, key, value = operands((1, 2, 2, 8, 8, 16, 16), torch.bfloat16)
@@ -442,6 +458,19 @@ class TestReasons:
             monkeypatch.undo()
             planner.reset()
         assert plan.engine.name == "dequantise"
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("shape", [(1, 3, 5000, 64), (2, 2, 17, 128), (3, 1, 256, 192)])
+    def test_mean_without_the_library(
+        self, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A smoothed key has the same bits, whoever adds up its rows, and whatever its strides."""
+        tensor = torch.randn(shape, generator=Generator().manual_seed(8)).to(dtype) + 3.0
+        turned = tensor.mT.contiguous().mT
+        native_mean, of_strides = (formats_module.mean_over_sequence(t) for t in (tensor, turned))
+        monkeypatch.setattr(quantized, "usable_library", lambda: None)
+        assert torch.equal(native_mean, formats_module.mean_over_sequence(tensor))
+        assert torch.equal(native_mean, of_strides)
 
     def test_levels_with_a_stride(self) -> None:
         call = explain(*operands(SIZES["ragged"])).call

@@ -9,6 +9,7 @@ from torch import Tensor
 import orchard
 from orchard.attention.ops import Settings
 from orchard.attention.problem import Tensors, Upstream
+from orchard.errors import ArgumentTypeError
 from orchard.integrations.flash_attn_function import (
     FlashAttnFunction,
     flash_attn,
@@ -22,6 +23,15 @@ pytestmark = pytest.mark.integration
 def operands(**options: torch.dtype) -> list[Tensor]:
     shapes = (2, 4, 13, 12), (2, 2, 29, 12), (2, 2, 29, 20)
     return [torch.randn(shape, **options) for shape in shapes]
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_what_is_no_tensor(dropout_p: float, name: str) -> None:
+    given = dict(zip("qkv", operands(), strict=True)) | {name: None}
+    with pytest.raises(ArgumentTypeError, match=f"^{name} is None; it must be a torch.Tensor"):
+        flash_attn(**given, scale=0.3, dropout_p=dropout_p)
 
 
 @pytest.mark.grad

@@ -663,6 +663,38 @@ def test_estimates() -> None:
 # Registration
 
 
+def test_register_after_a_disable_of_somebody_else() -> None:
+    """It registers again, and is undone as ever."""
+    extension.register_backend()
+    orchard.disable()
+    extension.register_backend()
+    F.scaled_dot_product_attention(*operands())
+    assert orchard.stats()["torch_sdpa"]["served"] == 1
+    extension.unregister_backend()
+    F.scaled_dot_product_attention(*operands())
+    assert orchard.stats()["torch_sdpa"]["served"] == 1
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize("precision", [extension.QUANT_NONE, extension.QUANT_INT8])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_what_is_no_tensor(name: str, precision: int) -> None:
+    extension.set_quantization_mode(precision, extension.QUANT_BLOCK_WISE)
+    given = dict(zip(("query", "key", "value"), operands(), strict=True)) | {name: "x"}
+    with pytest.raises(ArgumentTypeError, match=f"^{name} is 'x'; it must be a torch.Tensor"):
+        extension.metal_scaled_dot_product_attention(**given)
+
+
+@pytest.mark.errors
+def test_axes_that_a_mode_does_not_take() -> None:
+    extension.set_quantization_mode(extension.QUANT_INT8, extension.QUANT_BLOCK_WISE)
+    query, key, value = operands()
+    with pytest.raises(ArgumentValueError, match="have 4, 2 and 4 axes; they must all have 4"):
+        extension.metal_scaled_dot_product_attention(query, key[0, 0], value)
+    with pytest.raises(ArgumentValueError, match=r"query has shape .*; it must have 2 to 4 axes"):
+        extension.metal_scaled_dot_product_attention(query[None], key[None], value[None])
+
+
 @pytest.mark.parametrize("switch", [extension, extension.MetalSDPABackend], ids=["module", "class"])
 def test_register_and_unregister(switch: Any) -> None:
     """Registered, torch's attention is served by Orchard; unregistered, by torch, exactly."""

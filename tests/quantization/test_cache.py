@@ -188,6 +188,31 @@ def test_an_empty_cache(tmp_path: Path) -> None:
     assert loaded.layout == "bshd"
 
 
+def test_no_rows_are_no_beginning(tmp_path: Path) -> None:
+    """The mean of a smoothed key is that of the first rows, not of an append without any."""
+    whole, begun = KVCache(config()), KVCache(config())
+    begun.append(*rows(0, 0))
+    begun.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache")
+    for cache in (whole, begun, loaded):
+        cache.append(*rows(37, 1))
+        cache.append(*rows(2, 2))
+    assert whole.key.mean is not None
+    assert whole.key.mean.abs().min() > 1.0
+    for cache in (begun, loaded):
+        assert same(cache.key, whole.key)
+        assert same(cache.value, whole.value)
+
+
+def test_one_tensor_under_two_names(tmp_path: Path) -> None:
+    """Parts that share memory are written for each name, and come back as they are."""
+    stored = quantize(rows(5, 0)[0], "int8", "row", symmetric=False, smooth=True)
+    save(tmp_path / "tensors", {"one": stored, "other": stored})
+    loaded = load(tmp_path / "tensors")
+    assert loaded.keys() == {"one", "other"}
+    assert all(same(tensor, stored) for tensor in loaded.values())
+
+
 @pytest.mark.errors
 def test_wrong_appends() -> None:
     """What does not fit is refused, and the cache is as it was."""

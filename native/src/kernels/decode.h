@@ -22,6 +22,48 @@ ORCHARD_INLINE Floats widen(const char *from) {
   if constexpr (kDtype == ORCHARD_BFLOAT16) return widen_bf16((const uint16_t *)from);
 }
 
+constexpr int kAbreast = 4;  // vectors of a line that are widened together
+
+// kAbreast vectors of a line. Those of int4 are not in the order of the line, which would take half
+// as long again: sums of them are put in order in the end.
+template <int32_t kDtype>
+ORCHARD_INLINE void widen_abreast(const char *from, Floats (&to)[kAbreast]) {
+#if defined(__AVX512F__)
+  if constexpr (kDtype == ORCHARD_INT4) {
+    const __m512i words = _mm512_broadcast_i64x4(load_as<__m256i>(from));
+#pragma GCC unroll 4
+    for (int n = 0; n < kAbreast; ++n) {
+      const __m512i shifts =
+          _mm512_inserti64x4(_mm512_set1_epi32(4 * n + 16), _mm256_set1_epi32(4 * n), 0);
+      to[n] = int4_values(_mm512_srlv_epi32(words, shifts));
+    }
+    return;
+  }
+#endif
+#pragma GCC unroll 4
+  for (int n = 0; n < kAbreast; ++n) to[n] = widen<kDtype>(from + n * kVectorBytes<kDtype>);
+}
+
+// Sums of what `widen_abreast` gives, in the order of the line.
+template <int32_t kDtype>
+ORCHARD_INLINE void put_in_order([[maybe_unused]] Floats *sums) {
+#if defined(__AVX512F__)
+  if constexpr (kDtype == ORCHARD_INT4) {
+    // Lane k of vector n holds element 8 * (k % 8) + 4 * (k / 8) + n.
+    const __m512 a = sums[0], b = sums[1], c = sums[2], d = sums[3];
+    const __m512d ab = (__m512d)_mm512_unpacklo_ps(a, b), cd = (__m512d)_mm512_unpacklo_ps(c, d);
+    const __m512d AB = (__m512d)_mm512_unpackhi_ps(a, b), CD = (__m512d)_mm512_unpackhi_ps(c, d);
+    const __m512 fours[4] = {(__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd),
+                             (__m512)_mm512_unpacklo_pd(AB, CD),
+                             (__m512)_mm512_unpackhi_pd(AB, CD)};
+    sums[0] = (Floats)_mm512_shuffle_f32x4(fours[0], fours[1], 0x88);
+    sums[1] = (Floats)_mm512_shuffle_f32x4(fours[2], fours[3], 0x88);
+    sums[2] = (Floats)_mm512_shuffle_f32x4(fours[0], fours[1], 0xdd);
+    sums[3] = (Floats)_mm512_shuffle_f32x4(fours[2], fours[3], 0xdd);
+  }
+#endif
+}
+
 // `count` rows in memory whose elements lie side by side, in whole vectors.
 struct Lines {
   const char *data;
@@ -83,14 +125,18 @@ static void decode_values(const Lines &lines, int64_t count, int64_t step, const
     for (int64_t j = 0; j < count; ++j) {
       const char *line = lines.data + j * lines.step + v * kBytes;
       if (v == 0) foresee<kDtype>(lines, line, count);
-#pragma GCC unroll 8
-      for (int n = 0; n < kStrip; ++n) {
-        const Floats x = widen<kDtype>(line + n * kBytes);
+#pragma GCC unroll 2
+      for (int n = 0; n < kStrip; n += kAbreast) {
+        Floats x[kAbreast];
+        widen_abreast<kDtype>(line + n * kBytes, x);
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) acc[r][n] += x * weights[j * step + r];
+        for (int i = 0; i < kAbreast; ++i)
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) acc[r][n + i] += x[i] * weights[j * step + r];
       }
     }
     for (int r = 0; r < kRows; ++r) {
+      for (int n = 0; n < kStrip; n += kAbreast) put_in_order<kDtype>(acc[r] + n);
       for (int n = 0; n < kStrip; ++n) {
         float *to = sums + r * ld + (v + n) * kLanes;
         store(to, load(to) * factor[r] + acc[r][n]);
@@ -173,35 +219,61 @@ struct DecodeLevels {
   }
 };
 
-// scores[j][r] = sum of the products of levels, exact.
+// The sums of four vectors' lanes.
+ORCHARD_INLINE __m128i sums_of_four(const __m512i (&v)[4]) {
+  const __m512i low =
+      _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+  const __m512i high =
+      _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+  const __m512i four =
+      _mm512_add_epi32(_mm512_unpacklo_epi64(low, high), _mm512_unpackhi_epi64(low, high));
+  const __m256i half =
+      _mm256_add_epi32(_mm512_castsi512_si256(four), _mm512_extracti64x4_epi64(four, 1));
+  return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+
+// scores[j][r] = sum of the products of levels, exact; of up to 3 keys past the last one too where
+// the scores of a row lie side by side.
 template <bool kHalves, int kRows>
 static void decode_level_scores(const DecodeLevels &query, const Lines &keys, int64_t bytes,
                                 int64_t count, int64_t step, float *scores) {
-  for (int64_t j = 0; j < count; ++j) {
-    const char *line = keys.data + j * keys.step;
-    foresee<kHalves ? ORCHARD_INT4 : ORCHARD_INT8>(keys, line, count);
-    __m512i acc[kRows];
-    for (int r = 0; r < kRows; ++r) acc[r] = _mm512_setzero_si512();
+  constexpr int kAtOnce = 4;
+  const __m512i signs = _mm512_set1_epi8((char)(kHalves ? 0x88 : 0x80)),
+                half = _mm512_set1_epi8(15);
+  for (int64_t j = 0; j < count; j += kAtOnce) {
+    __m512i acc[kRows][kAtOnce] = {};
     for (int64_t at = 0; at < bytes; at += kChunk) {
       const int64_t left = bytes - at;
       const __mmask64 there = left < kChunk ? (__mmask64{1} << left) - 1 : ~__mmask64{0};
-      const __m512i chunk = _mm512_maskz_loadu_epi8(there, line + at);
-      for (int r = 0; r < kRows; ++r) {
-        const int8_t *with = query.rows[r] + (kHalves ? 2 * at : at);
-        if constexpr (kHalves) {
-          const __m512i halves = _mm512_xor_si512(chunk, _mm512_set1_epi8((char)0x88));
-          const __m512i low = _mm512_and_si512(halves, _mm512_set1_epi8(15));
-          const __m512i high = _mm512_and_si512(_mm512_srli_epi16(halves, 4), _mm512_set1_epi8(15));
-          acc[r] = _mm512_dpbusd_epi32(acc[r], low, load_as<__m512i>(with));
-          acc[r] = _mm512_dpbusd_epi32(acc[r], high, load_as<__m512i>(with + kChunk));
-        } else {
-          const __m512i levels = _mm512_xor_si512(chunk, _mm512_set1_epi8((char)0x80));
-          acc[r] = _mm512_dpbusd_epi32(acc[r], levels, load_as<__m512i>(with));
+#pragma GCC unroll 4
+      for (int n = 0; n < kAtOnce; ++n) {
+        const char *from = keys.data + smaller_of(j + n, count - 1) * keys.step + at;
+        __builtin_prefetch(from + count * keys.step, 0, 2);
+        const __m512i levels = _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, from), signs);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const int8_t *with = query.rows[r] + (kHalves ? 2 * at : at);
+          if constexpr (kHalves) {
+            const __m512i low = _mm512_and_si512(levels, half);
+            const __m512i high = _mm512_and_si512(_mm512_srli_epi16(levels, 4), half);
+            acc[r][n] = _mm512_dpbusd_epi32(acc[r][n], low, load_as<__m512i>(with));
+            acc[r][n] = _mm512_dpbusd_epi32(acc[r][n], high, load_as<__m512i>(with + kChunk));
+          } else {
+            acc[r][n] = _mm512_dpbusd_epi32(acc[r][n], levels, load_as<__m512i>(with));
+          }
         }
       }
     }
-    for (int r = 0; r < kRows; ++r)
-      scores[j * step + r] = (float)(_mm512_reduce_add_epi32(acc[r]) + query.start[r]);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const __m128i exact = _mm_add_epi32(sums_of_four(acc[r]), _mm_set1_epi32(query.start[r]));
+      const __m128 found = _mm_cvtepi32_ps(exact);
+      if (step == 1) {
+        _mm_storeu_ps(scores + j, found);
+      } else {
+        for (int n = 0; n < kAtOnce && j + n < count; ++n) scores[(j + n) * step + r] = found[n];
+      }
+    }
   }
 }
 

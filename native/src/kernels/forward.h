@@ -316,6 +316,26 @@ static void pair_halves(const Forward &f, const ForwardScratch &s, int64_t batch
   }
 }
 
+// Levels of one tile as values, in bf16 pairs of rows of whole vectors.
+template <Floats (*kWiden)(const char *), int64_t kBytes>
+static void pair_levels(const Forward &f, const ForwardScratch &s, int64_t batch, int64_t kv_head,
+                        int64_t key, int64_t count) {
+  const Problem &p = f.p;
+  Steps steps;
+  steps.read(p.value_levels, batch, kv_head, key, count);
+  for (int64_t j = 0; j < count; j += 2) {
+    const char *low = row_at(p.value, batch, kv_head, key + j);
+    const bool paired = j + 1 < count;
+    const char *high = paired ? row_at(p.value, batch, kv_head, key + j + 1) : low;
+    const float scale = paired ? steps.scale[j + 1] : 0.0f,
+                zero = paired ? steps.zero[j + 1] : 0.0f;
+    uint32_t *to = s.value + j / 2 * p.value_dim;
+    for (int64_t d = 0; d < p.value_dim; d += kLanes, low += kBytes, high += kBytes)
+      store(to + d, pair_bf16((kWiden(low) - steps.zero[j]) * steps.scale[j],
+                              (kWiden(high) - zero) * scale));
+  }
+}
+
 // Values of one tile: as fp32 or in bf16 pairs of rows.
 template <Product kProduct>
 static void pack_values(const Forward &f, const ForwardScratch &s, int64_t batch, int64_t kv_head,
@@ -327,6 +347,11 @@ static void pack_values(const Forward &f, const ForwardScratch &s, int64_t batch
                 (float *)s.value);
   } else if (p.value.dtype == ORCHARD_BFLOAT16) {
     pair_halves(f, s, batch, kv_head, key, count, wide);
+  } else if (is_levels(p.value) && p.value_levels.mean.data == nullptr &&
+             p.value_dim % kLanes == 0) {
+    const auto pair = p.value.dtype == ORCHARD_INT4 ? pair_levels<widen_int4, kLanes / 2>
+                                                    : pair_levels<widen_int8, kLanes>;
+    pair(f, s, batch, kv_head, key, count);
   } else {
     const int64_t ld = round_up(wide, kLanes), at_once = kLanes;
     for (int64_t first = 0; first < count; first += at_once) {

@@ -138,7 +138,8 @@ static void exp2_all(const float *x, float *y, size_t count) noexcept {
 
 const orchard::Kernels &orchard::ORCHARD_JOIN(kernels_, ORCHARD_ISA)() noexcept {
   namespace here = orchard::ORCHARD_ISA;
-  static const Kernels table = {ORCHARD_TEXT(ORCHARD_ISA), here::forward, here::backward,
-                                here::quantize, here::exp2_all};
+  static const Kernels table = {
+      ORCHARD_TEXT(ORCHARD_ISA), here::forward, here::backward, here::quantize,
+      here::sum_over_rows,       here::exp2_all};
   return table;
 }

@@ -30,14 +30,28 @@ struct Steps {
     const float *scales = (const float *)row_at(levels.scales, b, h, 0);
     const int8_t *zeros = (const int8_t *)row_at(levels.zeros, b, h, 0);
     const int64_t ld = levels.scales.strides[2], zero_ld = levels.zeros.strides[2];
-    // A division for each row would take longer than the row.
-    int64_t group = first / levels.group[2], left = levels.group[2] - first % levels.group[2];
-    for (int64_t j = 0; j < count; ++j) {
-      scale[j] = scales[group * ld];
-      zero[j] = levels.zeros.data == nullptr ? 0.0f : (float)zeros[group * zero_ld];
-      if (--left == 0) ++group, left = levels.group[2];
+    if (levels.group[2] == 1 && ld == 1) {
+      memcpy(scale, scales + first, (size_t)count * 4);
+    } else {
+      spread(levels.group[2], first, count,
+             [&](int64_t j, int64_t n) { scale[j] = scales[n * ld]; });
     }
+    if (levels.zeros.data == nullptr)
+      memset(zero, 0, (size_t)count * 4);
+    else
+      spread(levels.group[2], first, count,
+             [&](int64_t j, int64_t n) { zero[j] = (float)zeros[n * zero_ld]; });
     for (int64_t j = count; j < round_up(count, kLanes); ++j) scale[j] = zero[j] = 0.0f;
+  }
+
+  // set(j, the group of row first + j), without a division for each row, which takes too long.
+  template <class Set>
+  static void spread(int64_t rows_in_group, int64_t first, int64_t count, Set set) {
+    int64_t group = first / rows_in_group, left = rows_in_group - first % rows_in_group;
+    for (int64_t j = 0; j < count; ++j) {
+      set(j, group);
+      if (--left == 0) ++group, left = rows_in_group;
+    }
   }
 
   bool any_large(int64_t count) const {
@@ -73,6 +87,14 @@ ORCHARD_INLINE Floats widen_int8(const char *from) {
 #endif
 }
 
+#if defined(__AVX512F__)
+// What the low four bits of each lane stand for.
+ORCHARD_INLINE Floats int4_values(__m512i lanes) {
+  const __m512 values = _mm512_set_ps(-1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return (Floats)_mm512_permutexvar_ps(lanes, values);
+}
+#endif
+
 ORCHARD_INLINE Floats widen_int4(const char *from) {
 #if defined(__AVX512F__)
   int64_t bytes;
@@ -81,8 +103,7 @@ ORCHARD_INLINE Floats widen_int4(const char *from) {
   const __m512i spread = _mm512_shuffle_epi8(
       _mm512_set1_epi64(bytes), _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0));
   const __m512i shifts = _mm512_set1_epi64(int64_t{4} << 32);
-  const __m512 values = _mm512_set_ps(-1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0);
-  return (Floats)_mm512_permutexvar_ps(_mm512_srlv_epi32(spread, shifts), values);
+  return int4_values(_mm512_srlv_epi32(spread, shifts));
 #elif defined(__AVX2__)
   int32_t bytes;
   memcpy(&bytes, from, sizeof bytes);
@@ -207,12 +228,21 @@ static void pack_query_levels(const Problem &p, float sign, int64_t batch, int64
 static void pack_key_levels(const Problem &p, int64_t batch, int64_t kv_head, int64_t key,
                             int64_t count, uint32_t *to, KeyTerms &terms) {
   const int64_t dim = p.dim, quads = quads_of(dim), past = round_up(count, 8) - count;
+  const bool sums = p.query_levels.zeros.data != nullptr;
+  const bool in_vectors = p.key.dtype == ORCHARD_INT8 && dim % (4 * kLanes) == 0;
   terms.steps.read(p.key_levels, batch, kv_head, key, count);
   for (int64_t j = 0; j < count; ++j) {
     uint32_t *row = to + j * quads;
-    read_levels(row_at(p.key, batch, kv_head, key + j), p.key.dtype, dim, (int8_t *)row);
+    const char *from = row_at(p.key, batch, kv_head, key + j);
+    if (in_vectors) {
+      for (int64_t n = 0; n < quads; n += kLanes)
+        store(row + n, load_as<Words>(from + n * 4) ^ 0x80808080u);
+      if (sums) terms.sum[j] = sum_of((const int8_t *)from, dim);
+      continue;
+    }
+    read_levels(from, p.key.dtype, dim, (int8_t *)row);
     memset((int8_t *)row + dim, 0, (size_t)(quads * 4 - dim));
-    if (p.query_levels.zeros.data != nullptr) terms.sum[j] = sum_of((const int8_t *)row, dim);
+    if (sums) terms.sum[j] = sum_of((const int8_t *)row, dim);
     for (int64_t n = 0; n < quads; ++n) row[n] ^= 0x80808080u;
   }
   memset(to + count * quads, 0, (size_t)(past * quads) * 4);

@@ -6,7 +6,9 @@
 namespace orchard::ORCHARD_ISA {
 
 constexpr float kSmallestScale = 0x1p-126f, kLargestMagnitude = 0x1p126f;
-constexpr int64_t kTaskRows = 64;  // rows that are worth a task
+// Rows of a task: as many as are worth one, and more where all threads have some, for memory is
+// read faster in long runs.
+constexpr int64_t kLeastTaskRows = 64, kMostTaskRows = 512;
 constexpr int64_t kHeldRows = 64;  // the most of a group that stay in scratch from pass to pass
 
 // A group: where its scale lies, and its batch entries, heads and rows.
@@ -46,7 +48,10 @@ struct Quantizer {
     int64_t rows = 1;
     for (int axis = 0; axis < 3; ++axis)
       rows *= larger_of(1, smaller_of(q.levels.group[axis], q.source.sizes[axis]));
-    groups_in_task = larger_of(1, kTaskRows / rows);
+    const int64_t *sizes = q.source.sizes;
+    const int64_t share = sizes[0] * sizes[1] * sizes[2] / (8 * larger_of(q.threads, 1));
+    groups_in_task =
+        larger_of(1, smaller_of(larger_of(share, kLeastTaskRows), kMostTaskRows) / rows);
     held_rows = rows <= kHeldRows ? rows : 1;
   }
 
@@ -82,22 +87,46 @@ static Step make_step(const Quantizer &z, float high, float low) {
   return step;
 }
 
+// Levels of `count` values, which end in whole vectors, one to a byte.
+static void round_levels(const Step &step, int32_t least, int32_t largest, const float *values,
+                         int64_t count, int8_t *bytes) {
+  const auto level = [&](int64_t d) __attribute__((always_inline)) {
+    return nearest(load(values + d) / step.scale) + step.zero;
+  };
+  int64_t d = 0;
+#if defined(__AVX512BW__)
+  // Four vectors together: one alone takes as long to narrow as all of them.
+  const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+  for (; d + 4 * kLanes <= count; d += 4 * kLanes) {
+    const __m512i low = _mm512_packs_epi32((__m512i)level(d), (__m512i)level(d + kLanes));
+    const __m512i high =
+        _mm512_packs_epi32((__m512i)level(d + 2 * kLanes), (__m512i)level(d + 3 * kLanes));
+    __m512i all = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+    all = _mm512_max_epi8(all, _mm512_set1_epi8((char)least));
+    store(bytes + d, _mm512_min_epi8(all, _mm512_set1_epi8((char)largest)));
+  }
+#endif
+  for (; d < count; d += kLanes) {
+    Ints one = level(d);
+    one = one > largest ? splat_int(largest) : one;
+    one = one < least ? splat_int(least) : one;
+#if defined(__AVX512F__)
+    store(bytes + d, _mm512_cvtepi32_epi8((__m512i)one));
+#else
+    for (int n = 0; n < kLanes; ++n) bytes[d + n] = (int8_t)one[n];
+#endif
+  }
+}
+
 // One row of fp32 in `values` as levels; `bytes` holds a row of them.
 static void write_levels(const Quantizer &z, const Step &step, const float *values, int8_t *bytes,
                          char *to) {
   const int64_t dim = z.q.source.sizes[3];
   const int32_t largest = z.q.data.dtype == ORCHARD_INT8 ? 127 : 7;
   const int32_t least = z.q.levels.zeros.data == nullptr ? -largest : -largest - 1;
-  for (int64_t d = 0; d < dim; d += kLanes) {
-    Ints level = nearest(load(values + d) / step.scale) + step.zero;
-    level = level > largest ? splat_int(largest) : level;
-    level = level < least ? splat_int(least) : level;
-#if defined(__AVX512F__)
-    store(bytes + d, _mm512_cvtepi32_epi8((__m512i)level));
-#else
-    for (int n = 0; n < kLanes; ++n) bytes[d + n] = (int8_t)level[n];
-#endif
-  }
+  if (z.q.data.dtype == ORCHARD_INT8 && dim % kLanes == 0)
+    return round_levels(step, least, largest, values, dim, (int8_t *)to);
+  round_levels(step, least, largest, values, dim, bytes);
   if (z.q.data.dtype == ORCHARD_INT8) {
     memcpy(to, bytes, (size_t)dim);
     return;
@@ -159,6 +188,59 @@ static int quantize(const Quantization &q) noexcept {
   const size_t bytes = (size_t)(z.padded() * (4 * z.held_rows + 1)) + 64;
   if (!parallel_for(z.tasks(), q.threads, bytes, quantize_task, &z)) return ORCHARD_OUT_OF_MEMORY;
   return z.refused != 0 ? ORCHARD_INVALID_ARGUMENT : ORCHARD_OK;
+}
+
+// Sums of a head's rows: 16 of them, 16 of those, and so on. One long sum would lose precision.
+struct Cascade {
+  static constexpr int kLevels = 4, kPower = 4;
+  float *sums;  // [kLevels][padded]
+  int64_t padded, rows = 0;
+
+  Cascade(float *scratch, int64_t width) : sums(scratch), padded(width) {
+    memset(sums, 0, (size_t)(kLevels * padded) * 4);
+  }
+
+  void add(const float *row) {
+    fold(row, 0);
+    ++rows;
+    for (int level = 1; level < kLevels && rows % (int64_t{1} << level * kPower) == 0; ++level) {
+      fold(sums + (level - 1) * padded, level);
+      memset(sums + (level - 1) * padded, 0, (size_t)padded * 4);
+    }
+  }
+
+  const float *total() {
+    for (int level = 1; level < kLevels; ++level) fold(sums + level * padded, 0);
+    return sums;
+  }
+
+ private:
+  void fold(const float *from, int level) {
+    float *to = sums + level * padded;
+    for (int64_t d = 0; d < padded; d += kLanes) store(to + d, load(to + d) + load(from + d));
+  }
+};
+
+static void sum_task(void *context, int64_t index, void *scratch) {
+  const Quantization &q = *(const Quantization *)context;
+  const orchard_tensor &source = q.source, &sums = q.levels.mean;
+  const int64_t b = index / source.sizes[1], h = index % source.sizes[1];
+  const int64_t rows = source.sizes[2], dim = source.sizes[3], padded = round_up(dim, kLanes);
+  float *row = (float *)scratch;
+  memset(row, 0, (size_t)padded * 4);
+  Cascade cascade(row + padded, padded);
+  for (int64_t i = 0; i < rows; ++i) {
+    read_row(row_at(source, b, h, i), source.strides[3], source.dtype, dim, row);
+    cascade.add(row);
+  }
+  write_row(cascade.total(), (char *)row_at(sums, b, h, 0), sums.strides[3], ORCHARD_FLOAT32, dim);
+}
+
+static int sum_over_rows(const Quantization &q) noexcept {
+  const size_t bytes = (size_t)((1 + Cascade::kLevels) * round_up(q.source.sizes[3], kLanes)) * 4;
+  const int64_t heads = q.source.sizes[0] * q.source.sizes[1];
+  return parallel_for(heads, q.threads, bytes, sum_task, (void *)&q) ? ORCHARD_OK
+                                                                     : ORCHARD_OUT_OF_MEMORY;
 }
 
 }  // namespace orchard::ORCHARD_ISA

@@ -11,6 +11,7 @@ from orchard.attention.api import attention
 from orchard.attention.dropout import draw_seed, keep_mask
 from orchard.attention.problem import drop_threshold
 from orchard.dispatch.report import backends
+from orchard.errors import ArgumentTypeError
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ def flash_attn(
     Row i sees keys 0..i under `causal`. The seed comes from torch's generator of the CPU, so
     `torch.manual_seed` reproduces output and mask.
     """
+    for name, operand in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(operand, Tensor):
+            raise ArgumentTypeError(f"{name} is {operand!r}; it must be a torch.Tensor")
     start = int(torch.randint(2**63 - 1, ())) if dropout_p else 0
     out = attention(
         q,

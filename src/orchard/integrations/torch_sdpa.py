@@ -102,6 +102,11 @@ def disable() -> None:
         torch.backends.mha.set_fastpath_enabled(_state.fastpath)
 
 
+def is_enabled() -> bool:
+    """Whether torch's function comes to Orchard now."""
+    return _active
+
+
 @contextmanager
 def enabled() -> Iterator[None]:
     """`with orchard.enabled():` enables for the block, in every thread of the process."""

@@ -97,7 +97,7 @@ class KVCache:
 
     Each append is quantised by itself, with the granularity counted within it, and kept with a
     scale for every row; what was there keeps its bytes. The mean of a smoothed key is that of the
-    first append. `cache.key` and `cache.value` are what `quantized_attention` takes.
+    first append that has rows. `cache.key` and `cache.value` are what `quantized_attention` takes.
     """
 
     def __init__(
@@ -132,16 +132,17 @@ class KVCache:
         """Add rows; both tensors have four axes, and those of the first append's sizes."""
         given = {"key": key, "value": value}
         _check_sizes(given, self._operands, self.layout)
+        begun = self._operands if len(self) else {}  # without rows there is no mean yet
         stored = quantize_together(
             given,
             self.config.formats,
             self.layout,
             one_choice=not self.config.hybrid_per_operand,
-            means={n: o.mean for n, o in self._operands.items() if o.mean is not None},
+            means={n: o.mean for n, o in begun.items() if o.mean is not None},
         )
         for name, tensor in stored.items():
-            if name in self._operands:
-                self._operands[name].append(tensor)
+            if name in begun:
+                begun[name].append(tensor)
             else:
                 self._operands[name] = _Growing(tensor)
 
@@ -230,11 +231,16 @@ def _write(
 ) -> None:
     save_file, *_ = _safetensors()
     parts, described = {}, {}
+    written: set[int] = set()
     for name, tensor in tensors.items():
         if not isinstance(tensor, QuantizedTensor):
             raise ArgumentTypeError(f"{name} is {tensor!r}; it must be a QuantizedTensor")
         for part_name, part in tensor.parts.items():
-            parts[f"{name}.{part_name}"] = part.contiguous()
+            dense = part.contiguous()
+            memory = dense.untyped_storage().data_ptr()
+            # safetensors refuses shared memory, which a tensor under two names has.
+            parts[f"{name}.{part_name}"] = dense.clone() if memory in written else dense
+            written.add(memory)
         described[name] = {
             "format": asdict(tensor.format),
             "group": tensor.group,

@@ -49,6 +49,13 @@ class StoredOperand(NamedTuple):
     stored: QuantizedTensor
     source: Tensor | None
 
+    @property
+    def passes_through(self) -> bool:
+        """Whether the source itself is stored, in its own memory."""
+        stored = self.stored
+        unchanged = stored.scales is None and stored.mean is None
+        return self.source is not None and unchanged and stored.data.dtype == self.source.dtype
+
     def values(self) -> Tensor:
         """The dequantised values in fp32, on the graph of the source."""
         values = self.stored.dequantize(torch.float32)

@@ -17,6 +17,7 @@ from torch import Tensor
 from orchard.attention.api import Layout
 from orchard.attention.problem import is_traced
 from orchard.backends.cpu import quantized
+from orchard.backends.cpu.native import Library
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
@@ -36,6 +37,7 @@ LAYOUTS = ("bhsd", "bshd")
 STRATEGIES = ("performance_first", "accuracy_first", "balanced")
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32: its reciprocal is finite
 LARGEST_MAGNITUDE = 2.0**126  # above it a range, or a level times its scale, may overflow fp32
+_CHANNELS_IN_ORDER = 64  # that torch and the native library add up in the same order
 PARTS = ("data", "scales", "zero_points", "mean")
 _STORED = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn, **PASS_THROUGH}
 
@@ -334,11 +336,7 @@ def encode(
 def _encode_native(values: Tensor, form: Format, mean: Tensor | None) -> QuantizedTensor | None:
     """The same by the native CPU kernels, bit for bit; None where they do not serve."""
     served = form.precision in ("int8", "int4") and form.granularity in ("row", "block")
-    if not served or values.device.type != "cpu":
-        return None
-    if torch._C._are_functorch_transforms_active() or is_traced(values):
-        return None
-    library = quantized.usable_library()
+    library = _library_for(values) if served else None
     if library is None:
         return None
     group, int4 = form.group(values.shape), form.precision == "int4"
@@ -348,6 +346,33 @@ def _encode_native(values: Tensor, form: Format, mean: Tensor | None) -> Quantiz
     data, scales, zeros, *_ = found
     dim, dtype = values.shape[3], values.dtype
     return QuantizedTensor(data, scales, zeros, mean, form, group, dim, dtype, trusted=True)
+
+
+def _library_for(values: Tensor) -> Library | None:
+    """The native library, where it can read these values."""
+    if values.device.type != "cpu" or is_traced(values):
+        return None
+    if torch._C._are_functorch_transforms_active():
+        return None
+    return quantized.usable_library()
+
+
+def mean_over_sequence(values: Tensor) -> Tensor:
+    """Of a [B, H, S, D] tensor, fp32 [B, H, 1, D]; of an empty one 0."""
+    mean = _sum_over_sequence(values) / max(values.shape[2], 1)
+    if math.isfinite(float(mean.sum())):
+        return mean
+    share = 2.0 ** -values.shape[2].bit_length()  # values above 2^127 / length add up to Inf
+    return _sum_over_sequence(values.float() * share) / values.shape[2] / share
+
+
+def _sum_over_sequence(values: Tensor) -> Tensor:
+    # Of other head dimensions torch adds up the last channels in another order.
+    library = _library_for(values) if values.shape[3] % _CHANNELS_IN_ORDER == 0 else None
+    if library is not None:
+        return quantized.sum_over_rows(library, values)
+    # The order of the sum must not depend on the strides.
+    return values.contiguous().sum(2, keepdim=True, dtype=torch.float32)
 
 
 def _scales(

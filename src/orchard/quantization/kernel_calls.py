@@ -70,7 +70,9 @@ class _Attention(torch.autograd.Function):
         saved = attend(call, mask, torch.float32)  # as backward has its operands
         ctx.set_materialize_grads(False)
         # An operand that passes through is its source: autograd sees to it that it is unchanged.
-        ctx.save_for_backward(mask, call.seed, *saved, query, key, value)
+        sources = zip((query, key, value), call[:3], strict=True)
+        passed = [source for source, operand in sources if operand.passes_through]
+        ctx.save_for_backward(mask, call.seed, *saved, *passed)
         ctx.call = call
         return saved
 

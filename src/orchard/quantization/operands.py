@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from orchard.quantization.formats import (
     Strategy,
     check_choice,
     encode,
+    mean_over_sequence,
 )
 
 _DTYPES = tuple(PASS_THROUGH.values())
@@ -92,7 +92,7 @@ def quantize_together(
     for name, view in views.items():
         form = forms[name]
         if form.smooth and name not in found:
-            found[name] = _mean(view)
+            found[name] = mean_over_sequence(view)
         if form.granularity == "hybrid" and form.quantizes:
             centred = view - found[name] if name in found else view
             choices[name] = choose(analyse(centred, form), form.precision, form.strategy)
@@ -133,15 +133,3 @@ def four_axes(name: str, tensor: Tensor, layout: Layout = "bhsd") -> Tensor:
     if layout == "bshd" and view.ndim > 2:
         view = view.transpose(-3, -2)
     return view[(None,) * (4 - view.ndim)]
-
-
-def _mean(view: Tensor) -> Tensor:
-    """Mean over the sequence, fp32 [B, H, 1, D]; of an empty one 0."""
-    if not view.shape[2]:
-        return view.new_zeros((*view.shape[:2], 1, view.shape[3]), dtype=torch.float32)
-    ordered = view.contiguous()  # the order of the sum must not depend on the strides
-    mean = ordered.mean(2, keepdim=True, dtype=torch.float32)
-    if not math.isfinite(float(mean.sum())):  # values above 2^127 / length add up to Inf
-        share = 2.0 ** -view.shape[2].bit_length()
-        mean = (ordered.float() * share).mean(2, keepdim=True) / share
-    return mean

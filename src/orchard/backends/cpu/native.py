@@ -98,6 +98,7 @@ class Library:
         self.backward = function("attention_backward", ctypes.c_int, ctypes.c_void_p)
         self.quantized_forward = function("quantized_forward", ctypes.c_int, ctypes.c_void_p)
         self.quantize = function("quantize", ctypes.c_int, ctypes.c_void_p)
+        self.sum_over_rows = function("sum_over_rows", ctypes.c_int, ctypes.c_void_p)
         self.pool_threads = function("pool_threads", ctypes.c_int)
         self.share_threads = function("share_threads", None, ctypes.c_void_p)
         self.exp2 = function("exp2", None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

@@ -64,6 +64,19 @@ class QuantizeArgs(ctypes.Structure):
     ]
 
 
+class SumArgs(ctypes.Structure):
+    """orchard_sum_args"""
+
+    _fields_: ClassVar = [
+        ("struct_size", ctypes.c_uint32),
+        ("abi_version", ctypes.c_uint32),
+        ("source", TensorArgs),
+        ("sums", TensorArgs),
+        ("threads", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
 _FEW_ELEMENTS = 1 << 15  # of a tensor that is quantised sooner than a second thread wakes up
 
 
@@ -146,13 +159,31 @@ def quantize(
     args.source, args.result = _tensor(source), _described(result)
     if mean is not None:
         args.mean = _tensor(mean)
-    args.threads = native.threads() if source.numel() > _FEW_ELEMENTS else 1
+    args.threads = _threads_for(source)
     status = library.quantize(ctypes.addressof(args))
     if status == native.INVALID_ARGUMENT:
         return None
     if status:
         library.fail(status)
     return result._replace(mean=mean)
+
+
+def sum_over_rows(library: Library, source: Tensor) -> Tensor:
+    """Of a floating [B, H, S, D] tensor over S, fp32 [B, H, 1, D]."""
+    batch, heads, _, dim = source.shape
+    sums = torch.empty((batch, heads, 1, dim))
+    args = SumArgs()
+    args.struct_size, args.abi_version = ctypes.sizeof(args), native.ABI_VERSION
+    args.source, args.sums = _tensor(source), _tensor(sums)
+    args.threads = _threads_for(source)
+    status = library.sum_over_rows(ctypes.addressof(args))
+    if status:
+        library.fail(status)
+    return sums
+
+
+def _threads_for(source: Tensor) -> int:
+    return native.threads() if source.numel() > _FEW_ELEMENTS else 1
 
 
 def _described(operand: Operand) -> OperandArgs:

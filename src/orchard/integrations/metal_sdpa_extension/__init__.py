@@ -104,7 +104,8 @@ _lock = threading.Lock()
 def register_backend() -> None:
     """Serve torch's scaled_dot_product_attention with Orchard; a second call changes nothing."""
     with _lock:
-        if not _registered.is_set():
+        # A disable() of somebody else may have undone it.
+        if not (_registered.is_set() and torch_sdpa.is_enabled()):
             torch_sdpa.enable()
             _registered.set()
 

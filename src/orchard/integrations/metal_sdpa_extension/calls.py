@@ -160,8 +160,12 @@ def metal_scaled_dot_product_attention(
 ) -> Tensor:
     """torch's call, served by Orchard; quantised where this thread has a quantisation mode."""
     mode = _mode.get()
+    for name, operand in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(operand, Tensor):
+            raise ArgumentTypeError(f"{name} is {operand!r}; it must be a torch.Tensor")
     if mode is not None and _quantises(query, key, value):
-        if query.ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
+        grouped = min(query.ndim, key.ndim) > 2 and query.shape[-3] != key.shape[-3]
+        if grouped and not enable_gqa:
             raise ArgumentValueError(
                 f"key has {key.shape[-3]} heads; without enable_gqa it must have query's, "
                 f"{query.shape[-3]}"
