@@ -70,15 +70,10 @@ def forward(
     return hopper_source.forward_source(hopper_plan.specialise_forward(given, PROCESSORS, config))
 
 
-def backward(
-    head_dim: int,
-    config: hopper_plan.BackwardConfig | None = None,
-    rows_config: hopper_plan.RowsConfig | None = None,
-    **options: object,
-) -> hopper_plan.BackwardSpecialisation:
+def backward(head_dim: int, **options: object) -> hopper_plan.BackwardSpecialisation:
     given = problem(head_dim, stage="backward", **options)
     assert hopper_plan.reasons(given) == ()
-    return hopper_plan.specialise_backward(given, PROCESSORS, config, rows_config)
+    return hopper_plan.specialise_backward(given, PROCESSORS)
 
 
 def keys(head_dim: int, **options: object) -> hopper_source.Source:
@@ -88,10 +83,6 @@ def keys(head_dim: int, **options: object) -> hopper_source.Source:
 def rows(head_dim: int, **options: object) -> hopper_source.Source:
     return hopper_source.rows_source(backward(head_dim, deterministic=True, **options))
 
-
-LATE = hopper_plan.BackwardConfig(64, 2, 240, late=2, alternate=True)
-THREE = hopper_plan.BackwardConfig(64, 2, 160, consumers=3, late=1)
-THREE_ROWS = hopper_plan.RowsConfig(3, 2, 160, dynamic=True)
 
 # Source and bytes that it may spill. The forward spills nothing, or with four consumers a little. A
 # block of keys keeps its sums and products in 192 to 224 of 240 registers: there some addresses are
@@ -122,17 +113,14 @@ KERNELS = {
     ),
     "backward, D 64, fused, additive mask": (lambda: keys(64, mask=torch.bfloat16), 256),
     "backward, D 128, split": (lambda: keys(128, deterministic=True), 64),
-    "backward, D 128, fused, dQ late, causal": (lambda: keys(128, config=LATE, band=CAUSAL), 0),
-    "backward, D 64, fused, dQ in turns of two": (
-        lambda: keys(64, config=LATE._replace(late=1)),
+    "backward, D 64, split, bool mask": (lambda: keys(64, deterministic=True, mask=torch.bool), 0),
+    "backward, D 64, split, window, softcap": (
+        lambda: keys(64, deterministic=True, band=WINDOW, keys=4000, softcap=20.0),
         0,
     ),
-    "backward, D 64, fused, three consumers": (lambda: keys(64, config=THREE, band=CAUSAL), 448),
-    "backward, D 64, split, three consumers": (
-        lambda: keys(64, config=THREE, deterministic=True),
-        128,
-    ),
-    "backward, D 64, rows, three consumers": (lambda: rows(64, rows_config=THREE_ROWS), 0),
+    "backward, D 64, rows": (lambda: rows(64), 0),
+    "backward, D 64, rows, dropout, causal": (lambda: rows(64, dropout=True, band=CAUSAL), 0),
+    "backward, D 128, rows, causal": (lambda: rows(128, band=CAUSAL), 0),
     "backward, D 64, rows, window, tail, softcap": (
         lambda: rows(64, band=WINDOW, keys=4000, softcap=20.0),
         0,

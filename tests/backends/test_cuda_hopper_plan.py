@@ -126,59 +126,55 @@ def test_bands_that_leave_a_row_empty_are_known(
 
 
 @pytest.mark.parametrize(
-    ("keys", "consumers", "tail", "row_tail", "blocks"),
+    ("shape", "options", "key_rows", "consumers", "dynamic", "programs"),
     [
-        (384, 2, False, False, 3),
-        (384, 3, False, False, 2),
-        (512, 3, True, False, 3),
-        (576, 3, False, True, 3),
-        (576, 2, True, True, 5),
+        ((4, 32, 4096, 64), {}, 64, 3, True, PROCESSORS),
+        ((4, 32, 4096, 64), {"softcap": 20.0}, 64, 3, True, PROCESSORS),
+        ((4, 32, 4096, 64), {"threshold": 6554}, 64, 2, True, PROCESSORS),
+        ((4, 32, 4096, 128), {}, 64, 2, True, PROCESSORS),
+        ((1, 4, 1000, 64), {}, 64, 2, False, 4 * 8),
     ],
 )
-def test_blocks_and_tiles_of_keys_have_tails_of_their_own(
-    keys: int,
-    consumers: int,
-    tail: bool,
-    row_tail: bool,
-    blocks: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Blocks have 64 keys for each consumer; dQ apart is computed from tiles of 128."""
-    monkeypatch.setattr(hopper_plan, "_backward_kernels", recorded_kernels)
-    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
-    problem = pose((2, 4, 256, 64), stage="backward")._replace(deterministic=True)
-    shape = (2, 4, keys, 64)
-    problem = problem._replace(key_shape=shape, value_shape=shape)
-    kind = BackwardKind(problem, (), (), None)
-    config = hopper_plan.BackwardConfig(64, 2, 160, consumers, late=1)
-    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS), False), config)
-    assert (plan.special.tail, plan.special.row_tail) == (tail, row_tail)
-    assert plan.programs[1] == 2 * 4 * blocks
-
-
-@pytest.mark.parametrize(
-    ("shape", "deterministic", "dynamic", "programs"),
-    [
-        ((4, 32, 4096, 64), True, True, PROCESSORS),
-        ((1, 4, 1000, 64), True, False, 4 * 6),  # tiles of 192 rows
-        ((4, 32, 4096, 64), False, False, 4 * 32 * 64),  # a kernel that only scales
-    ],
-)
-def test_tiles_of_rows_are_taken_where_there_are_many(
+def test_a_deterministic_backward_is_configured_by_its_size_and_terms(
     shape: tuple[int, int, int, int],
-    deterministic: bool,
+    options: dict[str, Any],
+    key_rows: int,
+    consumers: int,
     dynamic: bool,
     programs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hopper_plan, "_backward_kernels", recorded_kernels)
     monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
-    problem = pose(shape, stage="backward")._replace(deterministic=deterministic)
-    rows = hopper_plan.RowsConfig(3, 2, 160, dynamic=True)
+    problem = pose(shape, stage="backward", **options)._replace(deterministic=True)
     kind = BackwardKind(problem, (), (), None)
-    setting = Setting(Gpu(90, PROCESSORS), False)
-    plan = hopper_plan.plan_backward(kind, setting, None, rows)
-    assert (plan.special.dynamic, plan.programs[2]) == (dynamic, programs)
+    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS), False))
+    special = plan.special
+    assert (special.config.rows, special.rows.consumers) == (key_rows, consumers)
+    assert (special.dynamic, plan.programs[2]) == (dynamic, programs)
+
+
+def test_a_mask_leaves_two_consumers_to_the_rows() -> None:
+    mask = torch.ones(1, 1, 4096, 4096, dtype=torch.bool, device="meta")
+    query = torch.empty(4, 32, 4096, 64, dtype=torch.bfloat16, device="meta")
+    tensors = Tensors(query, query, query, mask)
+    problem = describe(tensors, Options(0.125), stage="backward", grad_out=query)
+    special = hopper_plan.specialise_backward(problem._replace(deterministic=True), PROCESSORS)
+    assert (special.config.rows, special.rows.consumers, special.dynamic) == (64, 2, True)
+
+
+@pytest.mark.parametrize(("head_dim", "rows"), [(64, 128), (128, 64)])
+def test_a_fused_backward_scales_dq_after_all_programs(
+    head_dim: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dQ of D 64 is split by rows, so that its tiles have 128."""
+    monkeypatch.setattr(hopper_plan, "_backward_kernels", recorded_kernels)
+    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    problem = pose((4, 32, 4096, head_dim), stage="backward")
+    kind = BackwardKind(problem, (), (), None)
+    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS), False))
+    assert (plan.special.config.rows, plan.special.dynamic) == (rows, False)
+    assert plan.programs[1:] == (4 * 32 * 32, 4 * 32 * 64)
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -422,7 +418,7 @@ def test_a_backward_is_launched_with_its_tensors(
     assert keys[21:24] == (7, grads.value.data_ptr(), grads.value.stride())
     if deterministic:
         assert last[12:15] == (4, grads.query.data_ptr(), grads.query.stride())
-        assert last[15:19] == (lse, lse, delta, lse)
+        assert last[15:19] == (lse, lse, delta, 0)
     else:
         assert (keys[25], last[0]) == (statistics[6], statistics[6])
         assert last[1] == grads.query.data_ptr()

@@ -1,9 +1,8 @@
-"""Backward on Hopper: blocks of keys stay in shared memory, tiles of query rows pass by.
+"""Backward on Hopper: blocks of 128 keys stay in shared memory, tiles of query rows pass by.
 
 Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T are already the left operands of
-dV = P^T dO and dK = dS^T Q. Two or three consumers own 64 keys each. Fused, they exchange dS
-through shared memory and add dQ = dS K to an fp32 buffer by TMA; its order of additions varies from
-run to run.
+dV = P^T dO and dK = dS^T Q. Two consumers own 64 keys each. Fused, they exchange dS through shared
+memory and add dQ = dS K to an fp32 buffer by TMA; its order of additions varies from run to run.
 """
 
 import triton
@@ -35,20 +34,10 @@ from orchard.backends.cuda.hopper_common import (
 )
 from orchard.backends.cuda.hopper_terms import Terms, kept_less_all, philox_key, positive
 
-_MASK_KEYS = gl.constexpr(128)  # of a tile of a mask, for two consumers
-_ROW_KEYS = gl.constexpr(128)  # of a tile of keys in the kernel of rows
+_KEYS = gl.constexpr(128)  # of a block
+_BOTH_CONSUMERS = gl.constexpr("bar.sync 9, 256;")
 _COLUMNS = gl.constexpr(16)  # that are cleared at a time
 _MASK_STAGES = gl.constexpr(2)  # of 64 rows each
-
-
-@gluon.constexpr_function
-def _all_consumers(consumers):
-    return f"bar.sync 9, {128 * consumers};"
-
-
-@gluon.constexpr_function
-def _turn(kind, consumer):
-    return f"bar.{kind} {10 + consumer}, 256;"
 
 
 @triton.jit
@@ -112,31 +101,6 @@ def grad_query_kernel(
 
 
 @aggregate
-class Walk:
-    """Tiles [begin, end) from `first` on and around, once for each query head of a key head."""
-
-    begin: gl.tensor
-    end: gl.tensor
-    first: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, begin, end, first):
-        self.begin = begin
-        self.end = end
-        self.first = first
-
-    @gluon.jit
-    def tiles(self):
-        return gl.maximum(self.end - self.begin, 0)
-
-    @gluon.jit
-    def following(self, tile, plane):
-        """The next tile and its plane."""
-        tile = gl.where(tile + 1 == self.end, self.begin, tile + 1)
-        return tile, plane + (tile == self.first).to(gl.int32)
-
-
-@aggregate
 class Block:
     """The block of keys that a program owns, and the rows that see it."""
 
@@ -152,11 +116,7 @@ class Block:
     spare: gl.tensor  # see Terms.probability
     padded_rows: gl.tensor
     terms: Terms
-    CONSUMERS: gl.constexpr  # of 64 keys each
     ROW_TILE: gl.constexpr
-    LATE: gl.constexpr  # tiles after which dQ of a tile is computed
-    ALTERNATE: gl.constexpr  # whether two consumers exponentiate in turns
-    APART: gl.constexpr  # whether blocks begin with different rows
     LOW: gl.constexpr  # whether the band has a lower bound
     HIGH: gl.constexpr
     TAIL: gl.constexpr  # whether the last block of keys is not whole
@@ -166,7 +126,7 @@ class Block:
     @gluon.constexpr_function
     def __init__(
         self, rows, keys, heads, group, low, high, batch, kv_head, first_key, spare, padded_rows,
-        terms, CONSUMERS, ROW_TILE, LATE, ALTERNATE, APART, LOW, HIGH, TAIL, EMPTY_ROWS, FUSED,
+        terms, ROW_TILE, LOW, HIGH, TAIL, EMPTY_ROWS, FUSED,
     ):  # fmt: skip
         self.rows = rows
         self.keys = keys
@@ -180,11 +140,7 @@ class Block:
         self.spare = spare
         self.padded_rows = padded_rows
         self.terms = terms
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.ROW_TILE = gl.constexpr(ROW_TILE)
-        self.LATE = gl.constexpr(LATE)
-        self.ALTERNATE = gl.constexpr(ALTERNATE)
-        self.APART = gl.constexpr(APART)
         self.LOW = gl.constexpr(LOW)
         self.HIGH = gl.constexpr(HIGH)
         self.TAIL = gl.constexpr(TAIL)
@@ -204,25 +160,9 @@ class Block:
         """Past the last tile of rows that see the block; may be before `begin`."""
         end = self.rows
         if self.LOW:
-            last_key = gl.minimum(self.first_key + self.CONSUMERS * ROWS, self.keys) - 1
+            last_key = gl.minimum(self.first_key + _KEYS, self.keys) - 1
             end = gl.maximum(gl.minimum(last_key - self.low + 1, self.rows), 0)
         return gl.cdiv(end, self.ROW_TILE)
-
-    @gluon.jit
-    def walk(self):
-        """The way through the tiles of rows, for each query head of the key head."""
-        begin = self.begin()
-        end = self.end()
-        first = begin
-        if self.APART:
-            # Blocks that see the same rows would add to the same sums at the same time.
-            keys = self.CONSUMERS * ROWS
-            first = (self.first_key // keys) * end // gl.cdiv(self.keys, keys)
-        return Walk(begin, end, first)
-
-    @gluon.jit
-    def first_plane(self):
-        return self.batch * self.heads + self.kv_head * self.group
 
     @gluon.jit
     def clipped(self, weights, first_key, first_row):
@@ -254,7 +194,7 @@ class Block:
         LAYOUT: gl.constexpr = product_layout(ROWS)
         if self.terms.MASK_TILES:
             masks.wait(slot)
-            tile = masks.tile(slot, [ROWS, _MASK_KEYS]).slice(CONSUMER * ROWS, ROWS, dim=1)
+            tile = masks.tile(slot, [ROWS, _KEYS]).slice(CONSUMER * ROWS, ROWS, dim=1)
             found = tile.permute((1, 0)).load(LAYOUT)
         else:
             head = plane - self.batch * self.heads
@@ -301,25 +241,6 @@ class Block:
         return result
 
 
-@gluon.constexpr_function
-def _parts(consumers):
-    """Sizes are powers of two: the keys of two consumers are one part, of three they are three."""
-    return 1 if consumers == 2 else consumers
-
-
-@gluon.constexpr_function
-def _part(keys, consumer):
-    """The part that a consumer's keys lie in."""
-    return consumer if keys.shape[0] > 1 else 0
-
-
-@gluon.jit
-def _of_consumer(part, CONSUMER: gl.constexpr):
-    """What is a consumer's of a part."""
-    FIRST: gl.constexpr = CONSUMER * ROWS if part.shape[0] > ROWS else 0
-    return part.slice(FIRST, ROWS, dim=0)
-
-
 @aggregate
 class Shared:
     """Shared memory of a program."""
@@ -332,11 +253,11 @@ class Shared:
     keys: gl.shared_memory_descriptor
     values: gl.shared_memory_descriptor
     loaded: gl.shared_memory_descriptor  # barrier: keys and values have arrived
-    scores: Ring  # dS^T, of one consumer after the other
+    exchange: gl.shared_memory_descriptor  # dS^T of both consumers
     staging: gl.shared_memory_descriptor  # dQ on its way to memory
 
     @gluon.constexpr_function
-    def __init__(self, queries, grads, masks, lse, delta, keys, values, loaded, scores, staging):
+    def __init__(self, queries, grads, masks, lse, delta, keys, values, loaded, exchange, staging):
         self.queries = queries
         self.grads = grads
         self.masks = masks
@@ -345,7 +266,7 @@ class Shared:
         self.keys = keys
         self.values = values
         self.loaded = loaded
-        self.scores = scores
+        self.exchange = exchange
         self.staging = staging
 
     @gluon.jit
@@ -353,50 +274,6 @@ class Shared:
         """Statistics of 64 rows of a tile."""
         tile = values.index(step % self.queries.STAGES)
         return tile.reshape([tile.shape[1]]).slice(FIRST, ROWS, dim=0).load(LAYOUT)
-
-    @gluon.jit
-    def key_part(self, PART: gl.constexpr):
-        """One of the parts that a block of keys lies in, [keys, D]."""
-        return self.keys.index(PART).reshape([self.keys.shape[3], self.keys.shape[4]])
-
-    @gluon.jit
-    def value_part(self, PART: gl.constexpr):
-        return self.values.index(PART).reshape([self.values.shape[3], self.values.shape[4]])
-
-    @gluon.jit
-    def score_part(self, step, PART: gl.constexpr):
-        """dS^T of a part, [keys, rows of a tile]."""
-        PARTS: gl.constexpr = self.keys.shape[0]
-        return self.scores.buffers.index((step % self.scores.STAGES) * PARTS + PART)
-
-    @gluon.jit
-    def keys_of(self, CONSUMER: gl.constexpr):
-        """Its 64 keys, [64, D]."""
-        return _of_consumer(self.key_part(_part(self.keys, CONSUMER)), CONSUMER)
-
-    @gluon.jit
-    def values_of(self, CONSUMER: gl.constexpr):
-        return _of_consumer(self.value_part(_part(self.keys, CONSUMER)), CONSUMER)
-
-    @gluon.jit
-    def scores_of(self, step, CONSUMER: gl.constexpr):
-        """dS^T of its keys, [64, rows of a tile]."""
-        return _of_consumer(self.score_part(step, _part(self.keys, CONSUMER)), CONSUMER)
-
-    @gluon.jit
-    def by_query(
-        self, step, FIRST_ROW: gl.constexpr, FIRST_COLUMN: gl.constexpr, COLUMNS: gl.constexpr
-    ):
-        """Begin dQ of 64 rows of a tile: a product for each part of the keys."""
-        PARTS: gl.constexpr = self.keys.shape[0]
-        result = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
-        for part in gl.static_range(PARTS):
-            by_score = self.score_part(step, part).slice(FIRST_ROW, ROWS, dim=1)
-            keys = self.key_part(part).slice(FIRST_COLUMN, COLUMNS, dim=1)
-            result = warpgroup_mma(
-                by_score.permute((1, 0)), keys, result, use_acc=part > 0, is_async=True
-            )
-        return result
 
     @gluon.jit
     def clear_empty_rows(self, grad, lse, FIRST: gl.constexpr):
@@ -418,182 +295,116 @@ class Shared:
 
 @gluon.jit
 def _produce(block, shared, query, key, value, grad_out, mask, lse, delta):
-    KEY_BYTES: gl.constexpr = key.block_type.nbytes + value.block_type.nbytes
-    PARTS: gl.constexpr = _parts(block.CONSUMERS)
-    mbarrier.expect(shared.loaded, KEY_BYTES * PARTS)
-    for part in gl.static_range(PARTS):
-        at = [block.batch, block.kv_head, block.first_key + part * key.block_shape[2], 0]
-        tma.async_copy_global_to_shared(key, at, shared.loaded, shared.keys.index(part))
-        tma.async_copy_global_to_shared(value, at, shared.loaded, shared.values.index(part))
+    at = [block.batch, block.kv_head, block.first_key, 0]
+    mbarrier.expect(shared.loaded, key.block_type.nbytes + value.block_type.nbytes)
+    tma.async_copy_global_to_shared(key, at, shared.loaded, shared.keys)
+    tma.async_copy_global_to_shared(value, at, shared.loaded, shared.values)
     STATISTICS: gl.constexpr = block.ROW_TILE * 4
     HALVES: gl.constexpr = block.ROW_TILE // ROWS
     terms = block.terms
-    walk = block.walk()
-    tile = walk.first
-    plane = block.first_plane()
-    for step in range(block.group * walk.tiles()):
-        head = plane - block.batch * block.heads
-        row = tile * block.ROW_TILE
-        stage = step % shared.queries.STAGES
-        shared.queries.acquire(step, query.block_type.nbytes + STATISTICS)
-        ready = shared.queries.ready.index(stage)
-        tma.async_copy_global_to_shared(
-            query, [block.batch, head, row, 0], ready, shared.queries.buffers.index(stage)
-        )
-        tma.async_copy_global_to_shared(lse, [plane, row], ready, shared.lse.index(stage))
-        if terms.MASK_TILES:
-            for half in gl.static_range(HALVES):
-                at = terms.mask_place(block.batch, head, row + half * ROWS, block.first_key)
-                shared.masks.load(step * HALVES + half, mask, at)
-        shared.grads.acquire(step, grad_out.block_type.nbytes + STATISTICS)
-        ready = shared.grads.ready.index(stage)
-        tma.async_copy_global_to_shared(
-            grad_out, [block.batch, head, row, 0], ready, shared.grads.buffers.index(stage)
-        )
-        tma.async_copy_global_to_shared(delta, [plane, row], ready, shared.delta.index(stage))
-        tile, plane = walk.following(tile, plane)
+    step = 0
+    for member in range(block.group):
+        head = block.kv_head * block.group + member
+        plane = block.batch * block.heads + head
+        for tile in range(block.begin(), block.end()):
+            row = tile * block.ROW_TILE
+            stage = step % shared.queries.STAGES
+            shared.queries.acquire(step, query.block_type.nbytes + STATISTICS)
+            ready = shared.queries.ready.index(stage)
+            tma.async_copy_global_to_shared(
+                query, [block.batch, head, row, 0], ready, shared.queries.buffers.index(stage)
+            )
+            tma.async_copy_global_to_shared(lse, [plane, row], ready, shared.lse.index(stage))
+            if terms.MASK_TILES:
+                for half in gl.static_range(HALVES):
+                    at = terms.mask_place(block.batch, head, row + half * ROWS, block.first_key)
+                    shared.masks.load(step * HALVES + half, mask, at)
+            shared.grads.acquire(step, grad_out.block_type.nbytes + STATISTICS)
+            ready = shared.grads.ready.index(stage)
+            tma.async_copy_global_to_shared(
+                grad_out, [block.batch, head, row, 0], ready, shared.grads.buffers.index(stage)
+            )
+            tma.async_copy_global_to_shared(delta, [plane, row], ready, shared.delta.index(stage))
+            step += 1
 
 
-@aggregate
-class Rows:
-    """A tile of rows, to whose sums of dQ is added."""
-
-    plane: gl.tensor
-    first: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, plane, first):
-        self.plane = plane
-        self.first = first
-
-    @gluon.jit
-    def add(
-        self, shared, sums, by_query,
-        FIRST_ROW: gl.constexpr, FIRST_COLUMN: gl.constexpr, CONSUMER: gl.constexpr,
-    ):  # fmt: skip
-        """Add as soon as the staging memory has been read."""
-        staging = shared.staging.index(CONSUMER)
-        tma.store_wait(pendings=0)
-        staging.reshape(by_query.shape).store(by_query)
-        fence_async_shared()
-        tma_reduce_add(sums, [self.plane, self.first + FIRST_ROW, FIRST_COLUMN], staging)
-
-    @gluon.jit
-    def add_late(
-        self, shared, sums, step, FIRST_ROW: gl.constexpr, FIRST_COLUMN: gl.constexpr,
-        COLUMNS: gl.constexpr, CONSUMER: gl.constexpr,
-    ):  # fmt: skip
-        """Compute dQ from dS that the others have stored, or are about to, and add it."""
-        shared.scores.wait(step)
-        by_query = shared.by_query(step, FIRST_ROW, FIRST_COLUMN, COLUMNS)
-        by_query = warpgroup_mma_wait(0, deps=[by_query])
-        shared.scores.release(step)
-        self.add(shared, sums, by_query, FIRST_ROW, FIRST_COLUMN, CONSUMER)
+@gluon.jit
+def _add_to_query(shared, sums, product, coordinates, CONSUMER: gl.constexpr):
+    """Add a tile to the sums of dQ, as soon as the staging memory has been read."""
+    staging = shared.staging.index(CONSUMER)
+    tma.store_wait(pendings=0)
+    staging.reshape(product.shape).store(product)
+    fence_async_shared()
+    tma_reduce_add(sums, coordinates, staging)
 
 
 @gluon.jit
 def _consume_tiles(block, shared, sums, CONSUMER: gl.constexpr):
-    """dK and dV of 64 keys: tiles of 64 rows, dQ split by columns or computed in turns."""
-    D: gl.constexpr = shared.keys.shape[4]
+    """dK and dV of 64 keys: tiles of 64 rows, dQ split by columns."""
+    D: gl.constexpr = shared.keys.shape[3]
+    gl.static_assert(D == 128 or not block.FUSED)  # half of 64 columns is no tile of the sums
+    HALF: gl.constexpr = D // 2
     DTYPE: gl.constexpr = shared.keys.dtype
     ROW: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
-    CONSUMERS: gl.constexpr = block.CONSUMERS
-    # With D 128 each has half of the columns, with D 64 one tile after the other.
-    TURNS: gl.constexpr = block.FUSED and D == 64
-    # Then statistics are loaded where they are used.
-    SPARING: gl.constexpr = CONSUMERS == 3 or block.LATE > 0
-    AT_ONCE: gl.constexpr = block.FUSED and block.LATE == 0
-    LATE: gl.constexpr = block.LATE if block.FUSED and not TURNS else 0
-    COLUMNS: gl.constexpr = D if TURNS else D // 2
-    FIRST_COLUMN: gl.constexpr = 0 if TURNS else CONSUMER * COLUMNS
     queries = shared.queries
     grads = shared.grads
-    scores = shared.scores
-    keys = shared.keys_of(CONSUMER)
-    values = shared.values_of(CONSUMER)
+    all_keys = shared.keys.reshape([_KEYS, D])
+    keys = all_keys.slice(CONSUMER * ROWS, ROWS, dim=0)
+    values = shared.values.reshape([_KEYS, D]).slice(CONSUMER * ROWS, ROWS, dim=0)
     first_key = block.first_key + CONSUMER * ROWS
     by_key = gl.zeros([ROWS, D], gl.float32, product_layout(D))
     by_value = gl.zeros([ROWS, D], gl.float32, product_layout(D))
-    walk = block.walk()
-    steps = block.group * walk.tiles()
-    tile = walk.first
-    plane = block.first_plane()
-    # Of the tiles before: at first none, which TMA drops.
-    last = Rows(gl.to_tensor(-1), gl.to_tensor(0))
-    late = last
     mbarrier.wait(shared.loaded, 0)
-    if block.ALTERNATE and CONSUMER == 1:
-        named_barrier(_turn("arrive", 0))
-    for step in range(steps):
-        rows = Rows(plane, tile * ROWS)
+    begin = block.begin()
+    end = block.end()
+    tile = begin
+    plane = block.batch * block.heads + block.kv_head * block.group
+    for step in range(block.group * gl.maximum(end - begin, 0)):
+        row = tile * ROWS
         query = queries.tile(step, [ROWS, D])
         grad = grads.tile(step, [ROWS, D])
-        if block.ALTERNATE:
-            named_barrier(_turn("sync", CONSUMER))
-        if LATE:
-            late_step = gl.maximum(step - LATE, 0)
-            scores.wait(late_step, when=step >= LATE)
-            by_query = shared.by_query(late_step, 0, FIRST_COLUMN, COLUMNS)
         queries.wait(step)
         products = multiply(keys, query)
-        if LATE:
-            by_query = warpgroup_mma_wait(1, deps=[by_query])
-            scores.release(late_step, when=step >= LATE)
-            late.add(shared, sums, by_query, 0, FIRST_COLUMN, CONSUMER)
-        if block.EMPTY_ROWS or not SPARING:
-            lse = shared.row_values(shared.lse, step, 0, ROW)
+        lse = shared.row_values(shared.lse, step, 0, ROW)
         grads.wait(step)
         if block.EMPTY_ROWS:
             shared.clear_empty_rows(grad, lse, 0)
         by_weight = multiply(values, grad)
-        mask = block.mask_tile(shared.masks, step, first_key, rows.first, plane, CONSUMER)
+        mask = block.mask_tile(shared.masks, step, first_key, row, plane, CONSUMER)
         products = warpgroup_mma_wait(1, deps=[products])
         block.release_mask(shared.masks, step)
-        if SPARING:
-            lse = shared.row_values(shared.lse, step, 0, ROW)
-        weights, sources = block.weights(products, mask, lse, first_key, rows.first, plane)
+        weights, sources = block.weights(products, mask, lse, first_key, row, plane)
         left = operand(weights.to(DTYPE), D)
         by_value = warpgroup_mma(left, grad, by_value, is_async=True)
-        if block.ALTERNATE:
-            named_barrier(_turn("arrive", 1 - CONSUMER))
-        if not SPARING:
-            delta = shared.row_values(shared.delta, step, 0, ROW)
+        delta = shared.row_values(shared.delta, step, 0, ROW)
         by_weight = warpgroup_mma_wait(1, deps=[by_weight])
-        if SPARING:
-            delta = shared.row_values(shared.delta, step, 0, ROW)
         by_score = block.by_score(sources, by_weight, delta).to(DTYPE)
+        exchanged = shared.exchange.index(step % 2)
         if block.FUSED:
-            if not AT_ONCE:
-                scores.wait_free(step)
-            shared.scores_of(step, CONSUMER).store(by_score)
+            exchanged.slice(CONSUMER * ROWS, ROWS, dim=0).store(by_score)
             fence_async_shared()
         by_value, left = warpgroup_mma_wait(0, deps=[by_value, left])
-        if block.FUSED and not AT_ONCE:
-            scores.fill(step)
         grads.release(step)
         left = operand(by_score, D)
-        if AT_ONCE:
-            named_barrier(_all_consumers(CONSUMERS))
-            by_query = shared.by_query(step, 0, FIRST_COLUMN, COLUMNS)
-        by_key = warpgroup_mma(left, query, by_key, is_async=True)
-        if AT_ONCE:
+        if block.FUSED:
+            named_barrier(_BOTH_CONSUMERS)
+            by_query = warpgroup_mma(
+                exchanged.permute((1, 0)),
+                all_keys.slice(CONSUMER * HALF, HALF, dim=1),
+                gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF)),
+                use_acc=False,
+                is_async=True,
+            )
+            by_key = warpgroup_mma(left, query, by_key, is_async=True)
             by_query = warpgroup_mma_wait(1, deps=[by_query])
-            rows.add(shared, sums, by_query, 0, FIRST_COLUMN, CONSUMER)
+            _add_to_query(shared, sums, by_query, [plane, row, CONSUMER * HALF], CONSUMER)
+        else:
+            by_key = warpgroup_mma(left, query, by_key, is_async=True)
         by_key, left = warpgroup_mma_wait(0, deps=[by_key, left])
         queries.release(step)
-        if TURNS and (step > 0) & ((step - 1) % CONSUMERS == CONSUMER):
-            last.add_late(shared, sums, step - 1, 0, 0, D, CONSUMER)
-        late = last if block.LATE == 2 else rows
-        last = rows
-        tile, plane = walk.following(tile, plane)
-    if block.ALTERNATE and CONSUMER == 0:
-        named_barrier(_turn("sync", 0))  # the last turn of consumer 1 was passed to it
-    if LATE == 2 and steps > 1:
-        late.add_late(shared, sums, steps - 2, 0, FIRST_COLUMN, COLUMNS, CONSUMER)
-    if LATE > 0 and steps > 0:
-        last.add_late(shared, sums, steps - 1, 0, FIRST_COLUMN, COLUMNS, CONSUMER)
-    if TURNS and (steps > 0) & ((steps - 1) % CONSUMERS == CONSUMER):
-        last.add_late(shared, sums, steps - 1, 0, 0, D, CONSUMER)
+        tile += 1
+        plane += (tile == end).to(gl.int32)
+        tile = gl.where(tile == end, begin, tile)
     return by_key, by_value
 
 
@@ -633,35 +444,32 @@ def _half_scores(
 @gluon.jit
 def _consume_halves(block, shared, sums, CONSUMER: gl.constexpr):
     """dK and dV of 64 keys: tiles of 128 rows in two halves, dQ split by rows."""
-    D: gl.constexpr = shared.keys.shape[4]
+    D: gl.constexpr = shared.keys.shape[3]
     # Philox takes registers: then one half comes after the other.
     SPARING: gl.constexpr = block.terms.DROPOUT
-    FIRST_ROW: gl.constexpr = CONSUMER * ROWS  # of which it computes dQ
     ROW: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
     queries = shared.queries
     grads = shared.grads
-    scores = shared.scores
-    keys = shared.keys_of(CONSUMER)
-    values = shared.values_of(CONSUMER)
+    all_keys = shared.keys.reshape([_KEYS, D])
+    keys = all_keys.slice(CONSUMER * ROWS, ROWS, dim=0)
+    values = shared.values.reshape([_KEYS, D]).slice(CONSUMER * ROWS, ROWS, dim=0)
     by_key = gl.zeros([ROWS, D], gl.float32, product_layout(D))
     by_value = gl.zeros([ROWS, D], gl.float32, product_layout(D))
-    walk = block.walk()
-    steps = block.group * walk.tiles()
-    tile = walk.first
-    plane = block.first_plane()
-    # Of the tile before: at first none, which TMA drops.
-    last = Rows(gl.to_tensor(-1), gl.to_tensor(0))
     mbarrier.wait(shared.loaded, 0)
-    for step in range(steps):
+    begin = block.begin()
+    end = block.end()
+    tile = begin
+    plane = block.batch * block.heads + block.kv_head * block.group
+    for step in range(block.group * gl.maximum(end - begin, 0)):
         row = tile * block.ROW_TILE
-        rows = Rows(plane, row)
         query = queries.tile(step, [block.ROW_TILE, D])
         grad = grads.tile(step, [block.ROW_TILE, D])
         query_0 = query.slice(0, ROWS, dim=0)
         query_1 = query.slice(ROWS, ROWS, dim=0)
         grad_0 = grad.slice(0, ROWS, dim=0)
         grad_1 = grad.slice(ROWS, ROWS, dim=0)
-        own = shared.scores_of(step, CONSUMER)
+        exchanged = shared.exchange.index(step % 2)
+        own = exchanged.slice(CONSUMER * ROWS, ROWS, dim=0)
         queries.wait(step)
         products_0 = multiply(keys, query_0)
         if not SPARING:
@@ -675,8 +483,6 @@ def _consume_halves(block, shared, sums, CONSUMER: gl.constexpr):
             block, shared, products_0, grad_0, by_value, step, row, plane,
             CONSUMER, 0, 1 if SPARING else 2,
         )  # fmt: skip
-        if block.FUSED and block.LATE:
-            scores.wait_free(step)
         if SPARING:
             by_weight_0 = warpgroup_mma_wait(1, deps=[by_weight_0])
             ds_0, by_key = _half_scores(
@@ -700,37 +506,33 @@ def _consume_halves(block, shared, sums, CONSUMER: gl.constexpr):
         )
         if block.FUSED:
             fence_async_shared()
-            if block.LATE:
-                scores.fill(step)
         by_value, p_0, p_1 = warpgroup_mma_wait(1 if SPARING else 2, deps=[by_value, p_0, p_1])
         grads.release(step)
         if block.FUSED:
-            if block.LATE:
-                late_step = gl.maximum(step - 1, 0)
-                scores.wait(late_step, when=step > 0)
-                by_query = shared.by_query(late_step, FIRST_ROW, 0, D)
-            else:
-                named_barrier(_all_consumers(block.CONSUMERS))
-                by_query = shared.by_query(step, FIRST_ROW, 0, D)
-                last = rows
+            named_barrier(_BOTH_CONSUMERS)
+            by_query = warpgroup_mma(
+                exchanged.slice(CONSUMER * ROWS, ROWS, dim=1).permute((1, 0)),
+                all_keys,
+                gl.zeros([ROWS, D], gl.float32, product_layout(D)),
+                use_acc=False,
+                is_async=True,
+            )
             by_key, ds_0, ds_1 = warpgroup_mma_wait(1, deps=[by_key, ds_0, ds_1])
             queries.release(step)
             by_query = warpgroup_mma_wait(0, deps=[by_query])
-            if block.LATE:
-                scores.release(late_step, when=step > 0)
-            last.add(shared, sums, by_query, FIRST_ROW, 0, CONSUMER)
+            _add_to_query(shared, sums, by_query, [plane, row + CONSUMER * ROWS, 0], CONSUMER)
         else:
             by_key, ds_0, ds_1 = warpgroup_mma_wait(0, deps=[by_key, ds_0, ds_1])
             queries.release(step)
-        last = rows
-        tile, plane = walk.following(tile, plane)
-    if block.FUSED and block.LATE > 0 and steps > 0:
-        last.add_late(shared, sums, steps - 1, FIRST_ROW, 0, D, CONSUMER)
+        tile += 1
+        plane += (tile == end).to(gl.int32)
+        tile = gl.where(tile == end, begin, tile)
     return by_key, by_value
 
 
 @gluon.jit
 def _consume(block, shared, sums, grad_key, grad_value, grad_scale, CONSUMER: gl.constexpr):
+    D: gl.constexpr = shared.keys.shape[3]
     DTYPE: gl.constexpr = shared.keys.dtype
     if block.ROW_TILE == ROWS:
         by_key, by_value = _consume_tiles(block, shared, sums, CONSUMER)
@@ -739,22 +541,18 @@ def _consume(block, shared, sums, grad_key, grad_value, grad_scale, CONSUMER: gl
     if block.terms.DROPOUT:
         by_value = by_value * block.terms.keep_scale
     # The gradients leave through the memory of keys and values, once nobody reads these.
-    named_barrier(_all_consumers(block.CONSUMERS))
-    shared.keys_of(CONSUMER).store((by_key * grad_scale).to(DTYPE))
-    shared.values_of(CONSUMER).store(by_value.to(DTYPE))
+    named_barrier(_BOTH_CONSUMERS)
+    keys = shared.keys.reshape([_KEYS, D]).slice(CONSUMER * ROWS, ROWS, dim=0)
+    values = shared.values.reshape([_KEYS, D]).slice(CONSUMER * ROWS, ROWS, dim=0)
+    keys.store((by_key * grad_scale).to(DTYPE))
+    values.store(by_value.to(DTYPE))
     fence_async_shared()
-    PARTS: gl.constexpr = _parts(block.CONSUMERS)
-    if PARTS == 1:
-        named_barrier(_all_consumers(block.CONSUMERS))
-        at = [block.batch, block.kv_head, block.first_key, 0]
-        if CONSUMER == 0:
-            tma.async_copy_shared_to_global(grad_key, at, shared.keys.index(0))
-        else:
-            tma.async_copy_shared_to_global(grad_value, at, shared.values.index(0))
+    named_barrier(_BOTH_CONSUMERS)
+    at = [block.batch, block.kv_head, block.first_key, 0]
+    if CONSUMER == 0:
+        tma.async_copy_shared_to_global(grad_key, at, shared.keys)
     else:
-        at = [block.batch, block.kv_head, block.first_key + CONSUMER * ROWS, 0]
-        tma.async_copy_shared_to_global(grad_key, at, shared.keys.index(CONSUMER))
-        tma.async_copy_shared_to_global(grad_value, at, shared.values.index(CONSUMER))
+        tma.async_copy_shared_to_global(grad_value, at, shared.values)
     tma.store_wait(pendings=0)
 
 
@@ -763,8 +561,7 @@ def backward_kernel(
     query, key, value, grad_out, lse, delta, grad_key, grad_value, sums, spare, padded_rows,
     rows, key_count, heads, group, planes, cohort, low, high,
     factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale, grad_scale,
-    CONSUMERS: gl.constexpr, ROW_TILE: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, LATE: gl.constexpr, ALTERNATE: gl.constexpr, APART: gl.constexpr,
+    ROW_TILE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr, EMPTY_ROWS: gl.constexpr,
     FUSED: gl.constexpr,
     SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr,
@@ -778,10 +575,7 @@ def backward_kernel(
         philox_0, philox_1, threshold, keep_scale,
         SOFTCAP, MASK, MASK_KEYS, MASK_TILES, DROPOUT,
     )  # fmt: skip
-    # Where consumers compute dQ in turns, they do so late.
-    gl.static_assert(not FUSED or LATE > 0 or D == 128 or ROW_TILE > ROWS)
-    KEYS: gl.constexpr = CONSUMERS * ROWS
-    blocks = gl.cdiv(key_count, KEYS)
+    blocks = gl.cdiv(key_count, _KEYS)
     # In a cohort of planes the first blocks come first: under a causal band they are the longest.
     position = gl.program_id(0)
     cohort_blocks = cohort * blocks
@@ -790,75 +584,50 @@ def backward_kernel(
     inside = position % cohort_blocks
     plane = first_plane + inside % members
     kv_heads = heads // group
-    first_key = (inside // members) * KEYS
+    first_key = (inside // members) * _KEYS
     block = Block(
         rows, key_count, heads, group, low, high,
         plane // kv_heads, plane % kv_heads, first_key, spare, padded_rows, terms,
-        CONSUMERS, ROW_TILE, LATE, ALTERNATE, APART, LOW, HIGH, TAIL, EMPTY_ROWS, FUSED,
+        ROW_TILE, LOW, HIGH, TAIL, EMPTY_ROWS, FUSED,
     )  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    PARTS: gl.constexpr = _parts(CONSUMERS)
-    PART_KEYS: gl.constexpr = KEYS // PARTS
-    # Four slots let a consumer be more than a tile ahead of another.
-    SLOTS: gl.constexpr = 4 if LATE and ROW_TILE == ROWS else 2
-    READERS: gl.constexpr = 1 if D == 64 and ROW_TILE == ROWS else CONSUMERS
     queries = make_ring(
-        gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROW_TILE, D], query.layout),
-        STAGES,
-        CONSUMERS,
+        gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROW_TILE, D], query.layout), STAGES, 2
     )
     masks = queries
     if MASK_TILES:
         masks = make_ring(
-            gl.allocate_shared_memory(DTYPE, [_MASK_STAGES, 1, 1, ROWS, _MASK_KEYS], mask.layout),
+            gl.allocate_shared_memory(DTYPE, [_MASK_STAGES, 1, 1, ROWS, _KEYS], mask.layout),
             _MASK_STAGES,
-            CONSUMERS,
+            2,
         )
     shared = Shared(
         queries,
         make_ring(
             gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROW_TILE, D], grad_out.layout),
             STAGES,
-            CONSUMERS,
+            2,
         ),
         masks,
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROW_TILE], lse.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROW_TILE], delta.layout),
-        gl.allocate_shared_memory(DTYPE, [PARTS, 1, 1, PART_KEYS, D], key.layout),
-        gl.allocate_shared_memory(DTYPE, [PARTS, 1, 1, PART_KEYS, D], value.layout),
+        gl.allocate_shared_memory(DTYPE, [1, 1, _KEYS, D], key.layout),
+        gl.allocate_shared_memory(DTYPE, [1, 1, _KEYS, D], value.layout),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
-        make_ring(
-            gl.allocate_shared_memory(DTYPE, [SLOTS * PARTS, PART_KEYS, ROW_TILE], SCORES),
-            SLOTS,
-            READERS,
-            CONSUMERS,
-        ),
-        gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, ROWS, 64], sums.layout),
+        gl.allocate_shared_memory(DTYPE, [2, _KEYS, ROW_TILE], SCORES),
+        gl.allocate_shared_memory(gl.float32, [2, 1, ROWS, 64], sums.layout),
     )
     mbarrier.init(shared.loaded, count=1)
     fence_async_shared()
-    # The number of a consumer is a constant only where it is written into the list.
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_produce, (block, shared, query, key, value, grad_out, mask, lse, delta)),
-                (_consume, (block, shared, sums, grad_key, grad_value, grad_scale, 0)),
-                (_consume, (block, shared, sums, grad_key, grad_value, grad_scale, 1)),
-            ],
-            [4, 4],
-            [REGISTERS, REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_produce, (block, shared, query, key, value, grad_out, mask, lse, delta)),
-                (_consume, (block, shared, sums, grad_key, grad_value, grad_scale, 0)),
-                (_consume, (block, shared, sums, grad_key, grad_value, grad_scale, 1)),
-                (_consume, (block, shared, sums, grad_key, grad_value, grad_scale, 2)),
-            ],
-            [4, 4, 4],
-            [REGISTERS, REGISTERS, REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_produce, (block, shared, query, key, value, grad_out, mask, lse, delta)),
+            (_consume, (block, shared, sums, grad_key, grad_value, grad_scale, 0)),
+            (_consume, (block, shared, sums, grad_key, grad_value, grad_scale, 1)),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )
 
 
 @aggregate
@@ -1054,7 +823,7 @@ def rows_kernel(
     DTYPE: gl.constexpr = key.dtype
     work = Work(
         rows, key_count, heads, group, planes, cohort, low, high,
-        CONSUMERS, _ROW_KEYS, LOW, HIGH, TAIL,
+        CONSUMERS, _KEYS, LOW, HIGH, TAIL,
     )  # fmt: skip
     philox_0, philox_1 = philox_key(seed, DROPOUT)
     terms = Terms(
@@ -1070,12 +839,12 @@ def rows_kernel(
             gl.allocate_shared_memory(DTYPE, [SLOTS, 1, 1, ROWS, D], grad_out.layout), SLOTS, 1
         ),
         make_ring(
-            gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, _ROW_KEYS, D], key.layout),
+            gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, _KEYS, D], key.layout),
             STAGES,
             CONSUMERS,
         ),
         make_ring(
-            gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, _ROW_KEYS, D], value.layout),
+            gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, _KEYS, D], value.layout),
             STAGES,
             CONSUMERS,
         ),

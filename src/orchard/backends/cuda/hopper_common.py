@@ -124,15 +124,11 @@ class Ring:
         self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
-    def wait_free(self, step):
-        """Producer: wait until a stage is free."""
-        mbarrier.wait(self.free.index(step % self.STAGES), ((step // self.STAGES) & 1) ^ 1)
-
-    @gluon.jit
     def acquire(self, step, BYTES: gl.constexpr):
         """Producer: wait until a stage is free and announce what will arrive in it."""
-        self.wait_free(step)
-        mbarrier.expect(self.ready.index(step % self.STAGES), BYTES)
+        stage = step % self.STAGES
+        mbarrier.wait(self.free.index(stage), ((step // self.STAGES) & 1) ^ 1)
+        mbarrier.expect(self.ready.index(stage), BYTES)
 
     @gluon.jit
     def load(self, step, descriptor, coordinates):
@@ -144,35 +140,27 @@ class Ring:
         )
 
     @gluon.jit
-    def fill(self, step):
-        """Producer: this warpgroup has filled its part of a stage itself."""
-        mbarrier.arrive(self.ready.index(step % self.STAGES), count=1)
-
-    @gluon.jit
-    def wait(self, step, when=True):
+    def wait(self, step):
         """Consumer: wait until a stage is filled."""
-        stage = step % self.STAGES
-        mbarrier.wait(self.ready.index(stage), (step // self.STAGES) & 1, pred=when)
+        mbarrier.wait(self.ready.index(step % self.STAGES), (step // self.STAGES) & 1)
 
     @gluon.jit
     def tile(self, step, SHAPE: gl.constexpr):
         return self.buffers.index(step % self.STAGES).reshape(SHAPE)
 
     @gluon.jit
-    def release(self, step, when=True):
+    def release(self, step):
         """Consumer: this warpgroup has read the stage."""
-        mbarrier.arrive(self.free.index(step % self.STAGES), count=1, pred=when)
+        mbarrier.arrive(self.free.index(step % self.STAGES), count=1)
 
 
 @gluon.jit
-def make_ring(
-    buffers, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1
-):  # fmt: skip
+def make_ring(buffers, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring around these buffers, its barriers initialised."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=PRODUCERS)
+        mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=CONSUMERS)
     return Ring(buffers, ready, free, STAGES)
 
@@ -326,10 +314,11 @@ class Schedule:
     @gluon.jit
     def tell(self, turn, position):
         """Producer: tell the consumers."""
-        self.told.wait_free(turn)
+        stage = turn % self.told.STAGES
+        mbarrier.wait(self.told.free.index(stage), ((turn // self.told.STAGES) & 1) ^ 1)
         number = gl.full([1], 0, gl.int32, _NUMBER) + position
-        self.told.buffers.index(turn % self.told.STAGES).store(number)
-        self.told.fill(turn)
+        self.told.buffers.index(stage).store(number)
+        mbarrier.arrive(self.told.ready.index(stage), count=1)
 
     @gluon.jit
     def hear(self, turn):

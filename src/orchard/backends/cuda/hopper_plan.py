@@ -30,8 +30,7 @@ ARCHITECTURE = 90  # compute capability 9.0
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_TILES = (64, 128)  # head dimensions of a tile; a smaller one is padded with zeros by TMA
 WARPGROUP_ROWS = 64
-ROW_KEYS = 128  # keys of a tile where dQ is computed apart
-MASK_KEYS = 128  # keys of a tile of a mask in the backward: two consumers of 64
+KEY_BLOCK = 128  # keys of a block in the backward: two consumers of 64
 PLAIN_ROWS = 64  # rows of a program of the kernels before and after a backward
 _PADDING = 128  # rows of the statistics are padded to whole tiles
 _FURTHEST = 2**30  # a bound of the band that excludes nothing, and can be added to a row
@@ -54,20 +53,6 @@ class BackwardConfig(NamedTuple):
     rows: int  # query rows of a tile
     stages: int
     registers: int
-    consumers: int = 2  # warpgroups of 64 keys each
-    late: int = 0  # tiles after which dQ of a tile is computed
-    alternate: bool = False  # two consumers exponentiate in turns
-    apart: bool = False  # blocks that see all rows begin with different ones
-
-    @property
-    def keys(self) -> int:
-        """Of a block."""
-        return WARPGROUP_ROWS * self.consumers
-
-    @property
-    def part_keys(self) -> int:
-        """Keys that one load brings: all of a block, where that is a power of two."""
-        return self.keys if self.consumers == 2 else WARPGROUP_ROWS
 
 
 class RowsConfig(NamedTuple):
@@ -76,7 +61,6 @@ class RowsConfig(NamedTuple):
     consumers: int  # warpgroups of 64 rows each
     stages: int  # of keys and of values
     registers: int
-    dynamic: bool = False  # programs take tiles when they are ready, where there are enough
 
 
 # Chosen on an H200. 240 registers hold a 64x128 output beside 64x128 scores without a spill.
@@ -90,8 +74,11 @@ _DYNAMIC_TURNS = 4  # tiles of a program from which a counter in memory is worth
 _CACHE_SHARE = 32 * 2**20  # bytes of a 50 MB cache
 _KEY_COHORT = 4  # planes whose blocks of keys are worked on side by side under a band
 # D 128: 64 rows and dQ split by columns. D 64: 128 rows in two halves and dQ split by rows.
-_BACKWARD = {128: BackwardConfig(64, 2, 240), 64: BackwardConfig(128, 2, 240)}
+_FUSED = {128: BackwardConfig(64, 2, 240), 64: BackwardConfig(128, 2, 240)}
+# Without dQ tiles of 64 rows serve D 64 as well, and spill nothing.
+_SPLIT = {128: _FUSED[128], 64: BackwardConfig(64, 4, 240)}
 _ROWS = RowsConfig(2, 2, 240)
+_THREE_ROWS = RowsConfig(3, 2, 160)  # has no registers for masks and Philox
 
 
 class TermsSpecialisation(NamedTuple):
@@ -142,7 +129,6 @@ class BackwardSpecialisation(NamedTuple):
     low: bool
     high: bool
     tail: bool  # the last block of keys is not whole
-    row_tail: bool  # the same of the tiles of keys that dQ apart is computed from
     empty_rows: bool  # some row may see no key
     grad_lse: bool
     fused: bool
@@ -509,14 +495,13 @@ class BackwardPlan(NamedTuple):
                 *self.grad_query_steps,
             )
         else:
-            counter = lse
-            if special.dynamic:
-                counter = torch.zeros(1, dtype=torch.int32, device=device)
+            counter = torch.zeros(1, dtype=torch.int32, device=device) if special.dynamic else None
             kernels.last(
                 self.programs[2],
                 self.device,
                 *_descriptors(self.rows, (*given, grad_query)),
-                *(lse.data_ptr(), spare.data_ptr(), delta.data_ptr(), counter.data_ptr()),
+                *(lse.data_ptr(), spare.data_ptr(), delta.data_ptr()),
+                0 if counter is None else counter.data_ptr(),
                 *(*self.sizes, *self.row_order, *self.band),
                 *self.terms.arguments(*tensors[3:]),
                 *(self.statistic.shape[1], self.scale),
@@ -558,25 +543,34 @@ def specialise_backward(
 ) -> BackwardSpecialisation:
     low, high = problem.options.band or (None, None)
     tile = _head_tile(problem)
-    config, rows = config or _BACKWARD[tile], rows or _ROWS
+    rows = rows or _rows_config(problem, processors)
     return BackwardSpecialisation(
         problem.dtype,
         tile,
         low=low is not None,
         high=high is not None,
-        tail=problem.key_length % config.keys != 0,
-        row_tail=problem.key_length % ROW_KEYS != 0,
+        tail=problem.key_length % KEY_BLOCK != 0,
         empty_rows=_may_have_empty_rows(problem),
         grad_lse=problem.lse,
         fused=not problem.deterministic,
         mask_tiles=_mask_geometry(problem) is not None,
         terms=_terms(problem),
-        config=config,
+        config=config or (_SPLIT if problem.deterministic else _FUSED)[tile],
         rows=rows,
-        dynamic=problem.deterministic
-        and rows.dynamic
-        and _row_tiles(problem, rows.consumers) >= _DYNAMIC_TURNS * processors,
+        dynamic=problem.deterministic and _takes_tiles(problem, rows, processors),
     )
+
+
+def _rows_config(problem: Problem, processors: int) -> RowsConfig:
+    terms = _terms(problem)
+    plain = terms.mask == "none" and not terms.dropout
+    three = problem.deterministic and plain and _head_tile(problem) == 64
+    return _THREE_ROWS if three and _takes_tiles(problem, _THREE_ROWS, processors) else _ROWS
+
+
+def _takes_tiles(problem: Problem, rows: RowsConfig, processors: int) -> bool:
+    """Whether there are tiles of rows enough to take them from a counter."""
+    return _row_tiles(problem, rows.consumers) >= _DYNAMIC_TURNS * processors
 
 
 def plan_backward(
@@ -609,7 +603,7 @@ def plan_backward(
         kernels,
         (
             planes * (padded // PLAIN_ROWS),
-            key_planes * -(-problem.key_length // special.config.keys),
+            key_planes * -(-problem.key_length // KEY_BLOCK),
             programs,
         ),
         _index(problem.device),

@@ -22,10 +22,9 @@ from orchard.backends.cuda.hopper_backward import (
 )
 from orchard.backends.cuda.hopper_forward import forward_kernel
 from orchard.backends.cuda.hopper_plan import (
+    KEY_BLOCK,
     KNOWN_ADDRESSES,
-    MASK_KEYS,
     PLAIN_ROWS,
-    ROW_KEYS,
     WARPGROUP_ROWS,
     BackwardSpecialisation,
     Described,
@@ -236,7 +235,7 @@ def keys_source(special: BackwardSpecialisation) -> Source:
     """dK and dV, and where the backward is fused the sums of dQ."""
     config = special.config
     rows = _tile(special.dtype, config.rows, special.head_tile)
-    block = _tile(special.dtype, config.part_keys, special.head_tile)
+    block = _tile(special.dtype, KEY_BLOCK, special.head_tile)
     statistics = tile_type("fp32", (1, config.rows))
     types = {"query": rows, "key": block, "value": block, "grad_out": rows}
     types |= {"lse": statistics, "delta": statistics, "grad_key": block, "grad_value": block}
@@ -245,13 +244,9 @@ def keys_source(special: BackwardSpecialisation) -> Source:
     terms, divisors, flags = _terms(special.terms)
     types |= _SHAPE | terms | {"grad_scale": "fp32"}
     constants = {
-        "CONSUMERS": config.consumers,
         "ROW_TILE": config.rows,
         "STAGES": config.stages,
         "REGISTERS": config.registers,
-        "LATE": config.late,
-        "ALTERNATE": config.alternate,
-        "APART": config.apart and not (special.low or special.high),
         "LOW": special.low,
         "HIGH": special.high,
         "TAIL": special.tail,
@@ -259,7 +254,7 @@ def keys_source(special: BackwardSpecialisation) -> Source:
         "FUSED": special.fused,
     }
     if special.mask_tiles:
-        types["mask"] = _tile(special.dtype, WARPGROUP_ROWS, MASK_KEYS)
+        types["mask"] = _tile(special.dtype, WARPGROUP_ROWS, KEY_BLOCK)
         divisors.pop("mask", None)
     constants |= flags | {"MASK_TILES": special.mask_tiles}
     return Source(backward_kernel, types, constants, divisors)
@@ -268,7 +263,7 @@ def keys_source(special: BackwardSpecialisation) -> Source:
 def rows_source(special: BackwardSpecialisation) -> Source:
     """dQ apart, for a backward that is not fused."""
     rows = _tile(special.dtype, WARPGROUP_ROWS, special.head_tile)
-    block = _tile(special.dtype, ROW_KEYS, special.head_tile)
+    block = _tile(special.dtype, KEY_BLOCK, special.head_tile)
     types = {"query": rows, "key": block, "value": block, "grad_out": rows}
     types |= {"grad_query": rows, "lse": "*fp32", "spare": "*fp32", "delta": "*fp32"}
     types |= {"counter": "*i32"}
@@ -281,7 +276,7 @@ def rows_source(special: BackwardSpecialisation) -> Source:
         "DYNAMIC": special.dynamic,
         "LOW": special.low,
         "HIGH": special.high,
-        "TAIL": special.row_tail,
+        "TAIL": special.tail,
     }
     divisors |= dict.fromkeys(("lse", "spare", "delta"), _WIDE)
     return Source(rows_kernel, types, constants | flags, divisors)
