@@ -136,32 +136,19 @@ FP32 = {
 }
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [33, 64, 128])
 @pytest.mark.parametrize("name", FP32)
 def test_fp32_on_hopper(
     name: str, dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forward multiplies by wgmma, the backward does not: ptxas 12.8 makes some such products
-    of split operands read descriptors that nobody wrote."""
+    """No products by wgmma: ptxas 12.8 makes some of those of split operands read descriptors that
+    nobody wrote."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     options, rest = FP32[name]
     for step, tensors in steps(90, torch.float32, dim, options, **rest):
-        forward = "attention_forward" in step.specialisation.kernel
-        for aligned in (True, False) if forward else (True,):
-            kernel = compiled(step.specialisation, pointers_of(tensors, aligned), 90)
-            assert ("wgmma" in kernel.asm["ptx"]) == forward, step.specialisation.kernel
-            assert kernel.metadata.shared <= SHARED_MEMORY[90]
-            assert unwritten(disassembled(kernel.asm["cubin"], tmp_path)) == set()
-
-
-def test_a_register_that_nobody_wrote_is_found() -> None:
-    text = """
-        /*0010*/                   ULDC.64 UR4, c[0x0][0x208] ;
-        /*0020*/                   @P0 R2UR UR8, R3 ;
-        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24 ;
-        /*0040*/                   IMAD R1, R2, UR5, R3 ;
-    """
-    assert unwritten(text) == {9}
+        kernel = compiled(step.specialisation, pointers_of(tensors, True), 90)
+        assert "wgmma" not in kernel.asm["ptx"], step.specialisation.kernel
+        assert kernel.metadata.shared <= SHARED_MEMORY[90]
 
 
 def disassembled(machine_code: bytes, folder: Path) -> str:
@@ -172,21 +159,6 @@ def disassembled(machine_code: bytes, folder: Path) -> str:
         [tools / "nvdisasm", "-c", path], capture_output=True, text=True, check=True
     )
     return found.stdout
-
-
-def unwritten(text: str) -> set[int]:
-    """Uniform registers that are read somewhere and written nowhere."""
-    written, read = set(), set()
-    for code, operands in re.findall(r"/[*]\w+[*]/\s+(?:@!?\w+\s+)?([A-Z][\w.]+)\s+([^;]*);", text):
-        names = re.findall(r"(gdesc\[)?\bUR(\d+)\b", operands)
-        first = re.match(r"(?:UP\w+, )*UR(\d+)\b", operands)
-        if first:  # a result; it may be a pair
-            width = 2 if re.search(r"[.](64|WIDE)\b", code) else 1
-            written |= set(range(int(first[1]), int(first[1]) + width))
-            names.remove(("", first[1]))
-        for descriptor, number in names:  # a descriptor is a pair at least
-            read |= set(range(int(number), int(number) + (2 if descriptor else 1)))
-    return read - written
 
 
 @pytest.mark.parametrize(("transposed", "aligned"), [(False, True), (True, True), (False, False)])

@@ -533,6 +533,8 @@ def test_every_problem_has_a_config() -> None:
                     assert size & (size - 1) == 0
                 assert config.keys >= 16
                 assert config.precision in ("ieee", "bf16x6")
+                if config.precision == "bf16x6":  # below the blocks of wgmma
+                    assert max(config.rows, config.keys) < 64
 
 
 def test_tuned_families_differ() -> None:

@@ -22,6 +22,7 @@ Size = Literal["half", "single"]
 Table = dict[str, dict[str, dict[str, dict[str, list[Any]]]]]
 
 PRECISIONS = ("ieee", "bf16x6")
+_WGMMA_ROWS = 64
 
 
 class Config(NamedTuple):
@@ -29,8 +30,8 @@ class Config(NamedTuple):
 
     `precision` is how products of fp32 operands are made: "ieee", or "bf16x6", which splits each
     operand into three bf16 numbers, 24 bits in all, and adds up six products of tensor cores.
-    In a backward its blocks stay below the 64 rows of a wgmma product: ptxas 12.8 makes some such
-    kernels read descriptors that nothing has written.
+    Its blocks stay below the 64 rows of a wgmma product: ptxas 12.8 makes some such kernels read
+    descriptors that nothing has written.
     """
 
     rows: int
@@ -98,6 +99,8 @@ def _one_of(name: str, names: tuple[str, ...]) -> None:
 
 def _check(config: Config) -> None:
     _one_of(config.precision, PRECISIONS)
+    if config.precision == "bf16x6" and max(config.rows, config.keys) >= _WGMMA_ROWS:
+        raise ValueError(f"blocks of {list(config)} are not below {_WGMMA_ROWS}, as bf16x6 needs")
     for name, number in config._asdict().items():
         if name != "precision" and (type(number) is not int or number < 1):
             raise ValueError(f"{name} of {list(config)} is not an integer above 0")
