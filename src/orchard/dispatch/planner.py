@@ -29,6 +29,7 @@ from orchard.errors import (
 from orchard.text import one_line, table
 
 T = TypeVar("T")
+A = TypeVar("A")
 D = TypeVar("D", bound="Decision")
 AUTO = "auto"
 _CACHED_PLANS = 4096
@@ -266,17 +267,23 @@ class Planner:
         """Serve by the plan that `decide` makes; who fails is set aside before it makes another."""
         while True:
             plan = decide()
-            try:
-                result = serve(plan)
-            except OrchardError:
+            result = self._attempt(plan, serve, plan)
+            if result is not None:
+                return result
+
+    def _attempt(self, plan: Decision, serve: Callable[[A], T], given: A) -> T | None:
+        """What serving by the plan gives; None where it failed and another is to be made."""
+        try:
+            result = serve(given)
+        except OrchardError:
+            raise
+        except Exception as error:
+            if not self._may_fall_back(plan):
                 raise
-            except Exception as error:
-                if not self._may_fall_back(plan):
-                    raise
-                self._quarantine_failed(plan, error)
-                continue
-            self._journal.served(plan)
-            return result
+            self._quarantine_failed(plan, error)
+            return None
+        self._journal.served(plan)
+        return result
 
     def remember(self, kind: Hashable, problem: Problem, requested: str) -> None:
         """Let calls of this kind, which pose `problem`, be served as it is now."""
@@ -286,17 +293,7 @@ class Planner:
         forward = self.backends[plan.backend].prepare(problem, plan.kernel)
 
         def serve(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Saved | None:
-            try:
-                saved = forward(Tensors(query, key, value, mask))
-            except OrchardError:
-                raise
-            except Exception as error:
-                if not self._may_fall_back(plan):
-                    raise
-                self._quarantine_failed(plan, error)
-                return None
-            self._journal.served(plan)
-            return saved
+            return self._attempt(plan, forward, Tensors(query, key, value, mask))
 
         with self._lock:
             if self._plans.get((problem, requested)) is not plan:
