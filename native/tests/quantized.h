@@ -45,7 +45,7 @@ class QuantizedCall {
                 uint64_t seed);
   std::string quantize(int threads);
   std::string compare_sums(int threads) const;  // of the operands that are levels
-  // Values are compared where out is fp32; else they have to be finite.
+  // Values are compared where out is fp32; else they must not be larger than those of the operand.
   std::string forward_and_compare(int threads);
 
   std::array<StoredTensor, 3> operands;  // query, key, value

@@ -599,3 +599,18 @@ def test_guard_pages(
     done = run_program("quantized_guard_pages", ORCHARD_CPU_ISA=isa)
     assert done.returncode == 0, done.stdout[-300:] + done.stderr
     assert done.stdout.count("guarded at its") == 2 * 42
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dim", [40, 64])
+def test_what_torch_takes_for_granted_does_not_matter(dtype: torch.dtype, dim: int) -> None:
+    """A default dtype that is set, as where a model is loaded, changes no bit."""
+    source = torch.randn(1, 2, 10, dim)
+    expected = quantize(source, "int8", smooth=True)
+    torch.set_default_dtype(dtype)
+    try:
+        found = quantize(source, "int8", smooth=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found.data, expected.data)
+    assert torch.equal(found.scales, expected.scales)

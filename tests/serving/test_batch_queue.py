@@ -1080,8 +1080,9 @@ def test_a_result_is_set_after_its_event() -> None:
         queue.flush()
     assert answers([good]) == [2]
     assert isinstance(bad.exception(), ValueError)
-    done = ["enter", "call 1", "record", "synchronize", "leave"]
-    assert pool.events == ["enter", "call 2", *done, "enter", "call 1", "resolved"]
+    ready = ["record", "synchronize"]  # also of what failed: it may still read its requests
+    done = ["enter", "call 1", *ready, "leave"]
+    assert pool.events == ["enter", "call 2", *ready, *done, "enter", "call 1", *ready, "resolved"]
 
 
 def test_workers_run_in_the_lanes_of_a_pool() -> None:
@@ -1105,6 +1106,41 @@ def test_the_pool_and_the_device_must_agree() -> None:
 
 
 # Futures
+
+
+@pytest.mark.parametrize("collate", ["cat", (torch.cat, lambda out, xs: out.split([0]))])
+def test_a_request_without_rows_runs_alone(collate: Any) -> None:
+    with BatchQueue(lambda x: x * 2, max_delay=0, collate=collate) as queue:
+        assert queue.submit(torch.empty(0, 4)).result(PATIENCE).shape == (0, 4)
+
+
+def test_a_finished_future_is_read_without_a_lock() -> None:
+    """A fork may have left its gate to a thread that is not in the child."""
+    with BatchQueue(lambda x: x * 2, max_delay=0) as queue:
+        future: Any = queue.submit(row(1))
+        assert answers([future]) == [2]
+        queue.flush()
+        assert future._gate.acquire(timeout=PATIENCE)
+        assert future.result()[0, 0] == 2
+
+
+def test_an_exception_that_was_raised_keeps_no_future() -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    with BatchQueue(fail, max_delay=0) as queue:
+        future = queue.submit(row(1))
+        with pytest.raises(ZeroDivisionError):
+            future.result()
+        queue.flush()
+        kept = weakref.ref(future)
+        gc.collect()
+        gc.disable()
+        try:
+            del future
+            assert kept() is None
+        finally:
+            gc.enable()
 
 
 def test_a_future_has_what_concurrent_futures_gives_it() -> None:

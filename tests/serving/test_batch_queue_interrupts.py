@@ -211,6 +211,21 @@ def test_a_handler_that_closes_the_queue_it_came_into(drain: bool) -> None:
     queue.close()
 
 
+@pytest.mark.parametrize("call", ["stats", "flush"])
+def test_a_handler_that_asks_in_the_middle_of_a_submit(call: str) -> None:
+    """It sees what there is, and the change that it came into goes on as it was."""
+    clock = Meddler()
+    with BatchQueue(lambda x: x * 2, clock=clock, max_delay=3600.0) as queue:
+        first = queue.submit(torch.ones(1, 2))
+        clock.meddle = getattr(queue, call)
+        second = queue.submit(torch.ones(1, 2), deadline=3600.0)
+        assert clock.meddle is None
+        queue.flush()
+        assert first.result(0).sum() == second.result(0).sum() == 4
+        stats = queue.stats()
+        assert (stats.submitted, stats.completed, stats.pending) == (2, 2, 0)
+
+
 def test_a_handler_that_submits_into_a_submit_is_refused() -> None:
     clock = Meddler()
     with BatchQueue(lambda x: x * 2, clock=clock) as queue:

@@ -348,7 +348,7 @@ static void pack_values(const Forward &f, const ForwardScratch &s, int64_t batch
   } else if (p.value.dtype == ORCHARD_BFLOAT16) {
     pair_halves(f, s, batch, kv_head, key, count, wide);
   } else if (is_levels(p.value) && p.value_levels.mean.data == nullptr &&
-             p.value_dim % kLanes == 0) {
+             p.value_dim % kLanes == 0 && p.value_dim == wide) {
     const auto pair = p.value.dtype == ORCHARD_INT4 ? pair_levels<widen_int4, kLanes / 2>
                                                     : pair_levels<widen_int8, kLanes>;
     pair(f, s, batch, kv_head, key, count);

@@ -287,8 +287,8 @@ class Planner:
 
     def remember(self, kind: Hashable, problem: Problem, requested: str) -> None:
         """Let calls of this kind, which pose `problem`, be served as it is now."""
-        plan = self.plan(problem, requested)
-        if plan.backend is None:
+        plan = self._plans.get((problem, requested))
+        if plan is None or plan.backend is None:  # it was set aside meanwhile, or is another's
             return
         forward = self.backends[plan.backend].prepare(problem, plan.kernel)
 

@@ -37,7 +37,8 @@ LAYOUTS = ("bhsd", "bshd")
 STRATEGIES = ("performance_first", "accuracy_first", "balanced")
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32: its reciprocal is finite
 LARGEST_MAGNITUDE = 2.0**126  # above it a range, or a level times its scale, may overflow fp32
-_CHANNELS_IN_ORDER = 64  # that torch and the native library add up in the same order
+_CHANNELS_IN_ORDER = 64  # that torch and the native library add up in the same order,
+_ROWS_IN_ORDER = 2**16  # of so many rows at most
 PARTS = ("data", "scales", "zero_points", "mean")
 _STORED = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn, **PASS_THROUGH}
 
@@ -367,8 +368,9 @@ def mean_over_sequence(values: Tensor) -> Tensor:
 
 
 def _sum_over_sequence(values: Tensor) -> Tensor:
-    # Of other head dimensions torch adds up the last channels in another order.
-    library = _library_for(values) if values.shape[3] % _CHANNELS_IN_ORDER == 0 else None
+    # Torch adds up other channels, and more rows, in another order.
+    alike = values.shape[3] % _CHANNELS_IN_ORDER == 0 and values.shape[2] <= _ROWS_IN_ORDER
+    library = _library_for(values) if alike else None
     if library is not None:
         return quantized.sum_over_rows(library, values)
     # The order of the sum must not depend on the strides.

@@ -100,7 +100,7 @@ class BatchRunner:
         """A request taken apart, with where it comes from; called by the submitter."""
         parcel = self._batching.parcel(tree)
         self._place(parcel)
-        if parcel.device is not None:
+        if parcel.device is not None and (parcel.is_there or parcel.device.type == "cuda"):
             parcel.outside = self._entry(parcel.device).outside()
         return parcel
 
@@ -124,7 +124,9 @@ class BatchRunner:
         """The default lane of a device."""
         entry = self._entries.get(device)
         if entry is None:
-            entry = self._entries.setdefault(device, open_lanes(device, 1)[0])
+            with self._lock:
+                entry = self._entries.get(device) or open_lanes(device, 1)[0]
+                self._entries[device] = entry
         return entry
 
     def warm(self, examples: Sequence[Any]) -> None:

@@ -1,7 +1,6 @@
 """The state of a BatchQueue and the threads that serve it.
 
-All state is guarded by one lock, and the conditions are on it; a second one, inside it, guards the
-filling of futures. Nothing of the caller's (function,
+All state is guarded by one lock, and the conditions are on it. Nothing of the caller's (function,
 collate, callbacks of futures) is ever called with it held: what a thread decides under the lock
 it announces after it has left it. The main thread leaves that to a thread of the queue's.
 
@@ -137,7 +136,6 @@ class QueueCore:
     def _make_locks(self) -> None:
         # Reentrant, because a signal handler or a finalizer may come in between and close.
         self._lock = threading.RLock()
-        self.filling = threading.RLock()
         lock: Any = self._lock
         self._is_inside: Callable[[], bool] = lock._is_owned  # as threading.Condition asks it
         self._work = threading.Condition(self._lock)  # there may be a batch for a worker
@@ -262,7 +260,7 @@ class QueueCore:
             if is_open and deadline is None and not self._waiting and self._has_space():
                 request.arrival = self._clock.now()
                 self._arrivals.append(request)
-                self._arrived_rows += request.parcel.rows
+                self._arrived_rows += request.parcel.rows or 1
                 if self._arrived_rows >= self._alarm:
                     self._work.notify()
                     self._alarm = _NEVER
@@ -561,26 +559,31 @@ class QueueCore:
     def flush(self) -> None:
         """Run what has been submitted without waiting for company, and wait for its outcome."""
         may_wait = self.may_wait()
-        with _Announcement(self) as settled, self._lock:
-            self._check_process()
-            self._begin_change(settled)
+        self._look_at_arrivals()
+        with self._lock:
             number = self._flushed = self._last_number
             self._work.notify_all()
-            self._end_change(settled)
         if not may_wait:
             return
         with self._lock:
             self._announced.wait_for(lambda: next(iter(self._unsettled), number + 1) > number)
 
-    def stats(self) -> QueueStats:
+    def _look_at_arrivals(self) -> None:
+        """Not where a signal handler or a finalizer came into a change: that goes on later."""
+        self._check_process()
+        if self._is_inside():
+            return
         with _Announcement(self) as settled, self._lock:
-            self._check_process()
             self._begin_change(settled)
             self._end_change(settled)
+
+    def stats(self) -> QueueStats:
+        self._look_at_arrivals()
+        with self._lock:
             now = self._clock.now()
             return self._record.stats(
                 waiting=len(self._waiting),
-                pending=self._pending.count,
+                pending=self._pending.count + sum(not each.number for each in self._arrivals),
                 running=sum(r.place is Place.RUNNING for r in self._unsettled.values()),
                 limit=self._limit,
                 max_batch=self._limits.max_batch,

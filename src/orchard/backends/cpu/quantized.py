@@ -149,10 +149,11 @@ def quantize(
     data = torch.empty(
         (batch, heads, rows, (dim + 1) // 2 if int4 else dim),
         dtype=torch.uint8 if int4 else torch.int8,
+        device=source.device,
     )
     groups = tuple(-(-n // per) for n, per in zip(source.shape[:3], group, strict=True))
-    scales = torch.empty(groups)
-    zeros = None if symmetric else torch.empty(groups, dtype=torch.int8)
+    scales = torch.empty(groups, dtype=torch.float32, device=source.device)
+    zeros = None if symmetric else torch.empty(groups, dtype=torch.int8, device=source.device)
     result = Operand(data, scales, zeros, None, group, dim)
     args = QuantizeArgs()
     args.struct_size, args.abi_version = ctypes.sizeof(args), native.ABI_VERSION
@@ -171,7 +172,7 @@ def quantize(
 def sum_over_rows(library: Library, source: Tensor) -> Tensor:
     """Of a floating [B, H, S, D] tensor over S, fp32 [B, H, 1, D]."""
     batch, heads, _, dim = source.shape
-    sums = torch.empty((batch, heads, 1, dim))
+    sums = torch.empty((batch, heads, 1, dim), dtype=torch.float32, device=source.device)
     args = SumArgs()
     args.struct_size, args.abi_version = ctypes.sizeof(args), native.ABI_VERSION
     args.source, args.sums = _tensor(source), _tensor(sums)
