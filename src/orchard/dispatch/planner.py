@@ -267,12 +267,12 @@ class Planner:
         """Serve by the plan that `decide` makes; who fails is set aside before it makes another."""
         while True:
             plan = decide()
-            result = self._attempt(plan, serve, plan)
-            if result is not None:
-                return result
+            served = self._attempt(plan, serve, plan)
+            if served is not None:
+                return served[0]
 
-    def _attempt(self, plan: Decision, serve: Callable[[A], T], given: A) -> T | None:
-        """What serving by the plan gives; None where it failed and another is to be made."""
+    def _attempt(self, plan: Decision, serve: Callable[[A], T], given: A) -> tuple[T] | None:
+        """What serving by the plan gives, itself perhaps None; no tuple where it was set aside."""
         try:
             result = serve(given)
         except OrchardError:
@@ -283,7 +283,7 @@ class Planner:
             self._quarantine_failed(plan, error)
             return None
         self._journal.served(plan)
-        return result
+        return (result,)
 
     def remember(self, kind: Hashable, problem: Problem, requested: str) -> None:
         """Let calls of this kind, which pose `problem`, be served as it is now."""
@@ -293,7 +293,8 @@ class Planner:
         forward = self.backends[plan.backend].prepare(problem, plan.kernel)
 
         def serve(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Saved | None:
-            return self._attempt(plan, forward, Tensors(query, key, value, mask))
+            served = self._attempt(plan, forward, Tensors(query, key, value, mask))
+            return None if served is None else served[0]
 
         with self._lock:
             if self._plans.get((problem, requested)) is not plan:
