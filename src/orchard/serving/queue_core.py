@@ -136,7 +136,6 @@ class QueueCore:
     def _make_locks(self) -> None:
         # Reentrant, because a signal handler or a finalizer may come in between and close.
         self._lock = threading.RLock()
-        self.filling = threading.RLock()
         lock: Any = self._lock
         self._is_inside: Callable[[], bool] = lock._is_owned  # as threading.Condition asks it
         self._work = threading.Condition(self._lock)  # there may be a batch for a worker

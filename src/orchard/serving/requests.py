@@ -9,8 +9,8 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from concurrent.futures._base import FINISHED, PENDING, RUNNING
-from contextlib import AbstractContextManager, suppress
+from concurrent.futures._base import CANCELLED, FINISHED, PENDING, RUNNING
+from contextlib import suppress
 from enum import Enum
 from operator import attrgetter
 from threading import Condition, Event, Lock
@@ -38,11 +38,6 @@ class Place(Enum):
 
 class Owner(Protocol):
     """What a request needs of its queue."""
-
-    @property
-    def filling(self) -> AbstractContextManager[object]:
-        """A reentrant lock, inside which nothing is waited for."""
-        ...
 
     def cancelled(self, request: Request) -> None:
         """Take it out of the queue."""
@@ -78,24 +73,18 @@ class Request(Future[Any]):
 
     def __getattr__(self, name: str) -> Any:
         """Make what the base's methods guard and notify with, as one of them asks for it."""
-        if name not in ("_condition", "_waiters", "_done_callbacks"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        with self._owner.filling:
-            mine = self.__dict__
-            mine.setdefault("_waiters", [])
-            mine.setdefault("_done_callbacks", [])
-            mine.setdefault("_condition", Condition())
-            return mine[name]
-
-    def _is_bare(self) -> bool:
-        """Whether nobody has a part in the future but who waits at the gate; under `filling`."""
-        return "_condition" not in self.__dict__
+        if name == "_condition":
+            return self.__dict__.setdefault(name, Condition())
+        if name in ("_waiters", "_done_callbacks"):
+            return self.__dict__.setdefault(name, [])
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _open(self) -> None:
-        with self._owner.filling:
+        """Let those who wait for the result pass."""
+        with self._condition, suppress(RuntimeError):  # it was open: an interruption came between
             if not self._is_open:
-                self._is_open = True
                 self._gate.release()
+                self._is_open = True
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -109,18 +98,15 @@ class Request(Future[Any]):
 
     def begin(self) -> bool:
         """Let it run; False where it was cancelled, or filled by its holder."""
-        with self._owner.filling:
-            if self._is_bare():
+        with self._condition:
+            # It runs already where a change was broken off just here.
+            if self._state in (PENDING, RUNNING):
                 self._state = RUNNING
                 return True
-        try:
-            # It runs already where a change was broken off just here.
-            wanted = self.running() or self.set_running_or_notify_cancel()
-        except RuntimeError:  # the holder of the future has filled it
-            wanted = False
-        if not wanted:
-            self._open()  # its holder may have been interrupted before that
-        return wanted
+            if self._state == CANCELLED:
+                self.set_running_or_notify_cancel()
+        self._open()  # its holder may have been interrupted before that
+        return False
 
     def settle(self, outcome: Outcome | None) -> None:
         """Decide its outcome; None where it was cancelled.
@@ -136,15 +122,7 @@ class Request(Future[Any]):
         outcome, self.outcome = self.outcome, None
         if outcome is None:
             return
-        with self._owner.filling:
-            if self._is_bare():
-                self._result, self._exception = outcome
-                self._state = FINISHED
-                self._open()
-                return
         with suppress(InvalidStateError):
-            if self.done():
-                return
             if outcome.error is None:
                 self.set_result(outcome.value)
             else:
