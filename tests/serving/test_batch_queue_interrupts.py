@@ -9,6 +9,7 @@ import dis
 import gc
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -306,3 +307,23 @@ def test_dropped_results_do_not_wait_for_a_deadline() -> None:
         del held, results
         gc.collect()
         assert [ref() for ref in seen] == [None] * 20
+
+
+def test_a_queue_closed_while_its_future_makes_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the finalizer of a queue, where the collector runs in the midst of `future.done()`."""
+    queue = BatchQueue(lambda x: x * 2, max_delay=0.02)
+    made = threading.Condition
+
+    def interrupted() -> threading.Condition:
+        if threading.current_thread() is asker:
+            time.sleep(0.1)  # meanwhile the worker comes to begin the request
+            queue.close()
+        return made()
+
+    monkeypatch.setattr(requests, "Condition", interrupted)
+    future = queue.submit(torch.ones(1, 2))
+    asker = threading.Thread(target=future.done, daemon=True)
+    asker.start()
+    asker.join(PATIENCE)
+    assert not asker.is_alive(), "the queue and its future wait for each other"
+    assert future.result(PATIENCE).tolist() == [[2.0, 2.0]]
