@@ -117,6 +117,22 @@ def run(
     return saved, backend.backward(back, kernel, tensors, saved, upstream)
 
 
+@pytest.mark.parametrize("kernel", ["tiled", "decode", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2), (3, 2, 1, 0)], ids=str)
+def test_a_repeated_call_lies_in_memory_as_the_query(
+    kernel: str, dtype: torch.dtype, order: tuple[int, ...]
+) -> None:
+    shape = (2, 4, 8 if kernel == "decode" else 300, 16)
+    query = torch.zeros([*(shape[axis] for axis in order), 2], dtype=dtype)[..., 0]
+    query = query.permute([order.index(axis) for axis in range(4)])
+    key = torch.zeros((2, 4, 40, 16), dtype=dtype)
+    tensors = Tensors(query, key, key)
+    described = describe(tensors, PLAIN)
+    found = CudaBackend(FakeRuntime()).prepare(described, kernel)(tensors)
+    assert found.out.stride() == described.out_strides
+
+
 # Who serves
 
 

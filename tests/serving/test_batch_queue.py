@@ -1124,6 +1124,47 @@ def test_a_finished_future_is_read_without_a_lock() -> None:
         assert future.result()[0, 0] == 2
 
 
+def test_the_state_of_a_future_is_read_without_a_lock() -> None:
+    gate = Gate()
+    with BatchQueue(gate, max_delay=0) as queue:
+        running, pending = gate.hold(queue), queue.submit(row(1))
+        pending.cancel()
+        read: list[tuple[bool, ...]] = []
+
+        def ask() -> None:
+            read.extend((f.running(), f.done(), f.cancelled()) for f in (running, pending))
+
+        with running._condition, pending._condition:
+            asker = threading.Thread(target=ask)
+            asker.start()
+            join([asker])
+        gate.open.set()
+    assert read == [(True, False, False), (False, True, True)]
+
+
+def test_a_future_that_is_only_asked_for_its_result_is_bare() -> None:
+    with BatchQueue(lambda x: x * 2, max_delay=0) as queue:
+        future = queue.submit(row(1))
+        assert future.result()[0, 0] == 2
+        queue.flush()
+        assert future.done()
+        assert "_condition" not in vars(future)
+
+
+def test_a_cancelled_future_is_done_for_those_who_wait() -> None:
+    """At once, also where it is not the next to run."""
+    gate = Gate()
+    with BatchQueue(gate, max_delay=0) as queue:
+        gate.hold(queue)
+        future = queue.submit(row(1))
+        assert future.cancel()
+        assert future.cancel()
+        assert wait([future], PATIENCE).done == {future}
+        gate.open.set()
+        queue.flush()
+        assert queue.stats().cancelled == 1
+
+
 def test_an_exception_that_was_raised_keeps_no_future() -> None:
     def fail(x: Tensor) -> Tensor:
         raise ZeroDivisionError

@@ -327,3 +327,45 @@ def test_a_queue_closed_while_its_future_makes_a_condition(monkeypatch: pytest.M
     asker.join(PATIENCE)
     assert not asker.is_alive(), "the queue and its future wait for each other"
     assert future.result(PATIENCE).tolist() == [[2.0, 2.0]]
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_queue_closed_from_inside_of_a_future_s_lock(drain: bool) -> None:
+    """As by a signal handler that comes in the midst of `add_done_callback`: nobody waits."""
+    queue = BatchQueue(lambda x: x * 2, max_delay=0.02)
+    future = queue.submit(torch.ones(1, 2))
+
+    def ask() -> None:
+        with future._condition:
+            queue.close(drain=drain)
+            queue.flush()
+
+    asker = threading.Thread(target=ask, daemon=True)
+    asker.start()
+    asker.join(PATIENCE)
+    assert not asker.is_alive(), "the queue and its future wait for each other"
+    error = future.exception(PATIENCE)
+    assert isinstance(error, QueueClosed) if error else future.result().sum() == 4
+
+
+def test_a_queue_collected_inside_of_a_future_s_lock() -> None:
+    began = threading.Event()
+
+    def collect() -> None:
+        with future._condition:
+            held.clear()
+            assert began.wait(PATIENCE)  # the worker needs no lock of the future to begin
+            gc.collect()
+
+    def function(x: Tensor) -> Tensor:
+        began.set()
+        return x * 2
+
+    held: list[Any] = [BatchQueue(function, max_delay=0.02)]
+    held.append(held)
+    future = held[0].submit(torch.ones(1, 2))
+    collector = threading.Thread(target=collect, daemon=True)
+    collector.start()
+    collector.join(PATIENCE)
+    assert not collector.is_alive(), "the queue and its future wait for each other"
+    assert future.result(PATIENCE).sum() == 4

@@ -13,7 +13,7 @@ from orchard.attention.leaving import inside
 from orchard.attention.ops import Settings, forward_op
 from orchard.attention.problem import Tensors, describe, drop_threshold
 from orchard.attention.reference import define
-from orchard.attention.repeats import kind_of
+from orchard.attention.repeats import fits, kind_of
 from orchard.dispatch.planner import AUTO, Plan, planner
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 
@@ -123,8 +123,9 @@ def attention(
         tensors = tensors._replace(seed=draw_seed(query.device, generator))
     out, lse = attend(tensors, settings, layout, squeeze, bool(return_lse))
     if kind is not None:
-        options = settings.options(query, key)
-        planner().remember(kind, describe(tensors, options, lse=bool(return_lse)), backend)
+        problem = describe(tensors, settings.options(query, key), lse=bool(return_lse))
+        if fits(kind, problem):
+            planner().remember(kind, problem, backend)
     return (out, lse) if return_lse else out
 
 

@@ -11,7 +11,9 @@ from torch._C import _get_deterministic_algorithms, _is_any_autocast_enabled
 from torch.autograd import forward_ad
 
 from orchard.attention.observers import is_observed
+from orchard.attention.problem import Problem
 
+Kind = tuple[Hashable, ...]
 _NUMBERS = frozenset({NoneType, float, int})  # a bool equals a number, and is not allowed as one
 
 
@@ -28,7 +30,7 @@ def kind_of(
     layout: object,
     return_lse: bool,
     backend: str,
-) -> Hashable | None:
+) -> Kind | None:
     """Everything that the checks and the plan of an eager call without gradient depend on.
 
     None for calls that are more than that, or whose arguments may be wrong in a way that equal
@@ -80,6 +82,11 @@ def kind_of(
         backend,
         _get_deterministic_algorithms(),
     )
+
+
+def fits(kind: Kind, problem: Problem) -> bool:
+    """Whether the call of this kind still poses the problem: a flag of torch's is any thread's."""
+    return kind[-1] == problem.deterministic
 
 
 def _learnt(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -290,7 +290,11 @@ class Planner:
         plan = self._plans.get((problem, requested))
         if plan is None or plan.backend is None:  # it was set aside meanwhile, or is another's
             return
-        forward = self.backends[plan.backend].prepare(problem, plan.kernel)
+        # When it is first needed: where preparing fails, a call is there to be served by the next.
+        prepared = cache(partial(self.backends[plan.backend].prepare, problem, plan.kernel))
+
+        def forward(tensors: Tensors) -> Saved:
+            return prepared()(tensors)
 
         def serve(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Saved | None:
             served = self._attempt(plan, forward, Tensors(query, key, value, mask))

@@ -210,15 +210,15 @@ class QueueCore:
                 self._unsettled.pop(request.number, None)
             self._announced.notify_all()
 
-    def _withdraw(self, request: Request) -> bool:
+    def _withdraw(self, request: Request, settled: list[Request]) -> bool:
         """Take a request that does not run out of the queue; False if it was cancelled."""
         if request.place is Place.PENDING:
             self._pending.remove(request)
         else:
             self._waiting.pop(request.number)
-        return self._begin(request)
+        return self._begin(request, settled)
 
-    def _begin(self, request: Request) -> bool:
+    def _begin(self, request: Request, settled: list[Request]) -> bool:
         """Let a request that was taken out run; False if it was cancelled."""
         if request.deadline is not None:
             self._deadlines.discard(request)
@@ -229,13 +229,16 @@ class QueueCore:
         else:
             request.settle(None)
             self._record.counts.cancelled += 1
-            self._unsettled.pop(request.number, None)
-            self._announced.notify_all()
+            if request.is_announced:
+                self._unsettled.pop(request.number, None)
+                self._announced.notify_all()
+            else:
+                settled.append(request)
         return wanted
 
     def _refuse(self, request: Request, error: OrchardError, settled: list[Request]) -> bool:
         """Settle a request that has not run to its end; False if it was cancelled."""
-        if request.place is not Place.RUNNING and not self._withdraw(request):
+        if request.place is not Place.RUNNING and not self._withdraw(request, settled):
             return False
         request.settle(Outcome(error=error))
         settled.append(request)
@@ -364,7 +367,7 @@ class QueueCore:
             self._begin_change(settled)
             waits = request.place in (Place.PENDING, Place.WAITING)
             if waits and request.number in self._unsettled:
-                self._withdraw(request)
+                self._withdraw(request, settled)
                 self._admit()
             self._end_change(settled)
 
@@ -463,7 +466,7 @@ class QueueCore:
                     self._sleep(None if oldest is None else oldest + max_delay)
                     continue
                 worker.batch = tuple(taken)  # before anything else may fail
-                worker.batch = tuple(filter(self._begin, taken))
+                worker.batch = tuple(request for request in taken if self._begin(request, settled))
                 self._record.queue_seconds.extend(now - r.arrival for r in worker.batch)
                 self._admit()
                 if self._pending:  # the thread that watched the rest may have been this one
@@ -653,7 +656,10 @@ class QueueCore:
 
     def may_wait(self) -> bool:
         """Whether the calling thread may wait for the queue's, and is not what they wait for."""
-        return not self._is_inside() and threading.current_thread() not in self._living()
+        if self._is_inside() or threading.current_thread() in self._living():
+            return False
+        with self._lock:
+            return not any(each.is_held for each in (*self._unsettled.values(), *self._arrivals))
 
     # Fork
 

@@ -8,8 +8,14 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from concurrent.futures import Future, InvalidStateError
-from concurrent.futures._base import CANCELLED, FINISHED, PENDING, RUNNING
+from concurrent.futures import Future
+from concurrent.futures._base import (
+    CANCELLED,
+    CANCELLED_AND_NOTIFIED,
+    FINISHED,
+    PENDING,
+    RUNNING,
+)
 from contextlib import suppress
 from enum import Enum
 from operator import attrgetter
@@ -49,12 +55,16 @@ class Request(Future[Any]):
     Most futures are only ever asked for their result, by one thread, which passes a gate. What
     concurrent.futures keeps for everything else is made when something asks for it: where many
     threads submit, each line that one of them touches comes from another processor's cache.
+
+    The queue takes no lock of a future while it holds its own: who asks makes `_condition` first
+    and then looks at the state, the queue changes the state first and then looks for a condition.
     """
 
     _state = PENDING
     _result: Any = None
     _exception: BaseException | None = None
     _is_open = False
+    _claimed: str | None = None  # the state that it was to have first: running, or cancelled
     number = 0  # in order of arrival; 0 before the queue has looked at it
     arrival = 0.0  # a moment of the queue's clock, as is the deadline
     deadline: float | None = None
@@ -79,33 +89,32 @@ class Request(Future[Any]):
             return self.__dict__.setdefault(name, [])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _open(self) -> None:
-        """Let those who wait for the result pass."""
-        with self._condition, suppress(RuntimeError):  # it was open: an interruption came between
-            if not self._is_open:
-                self._gate.release()
-                self._is_open = True
-
     @property
     def rank(self) -> tuple[float, int]:
         """The smaller, the sooner. Time passes for all alike, so ageing never reorders two."""
         return self.arrival - AGEING * self.priority, self.number
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this thread is inside of the future's lock: it came from there, interrupted."""
+        condition: Any = self.__dict__.get("_condition")
+        return condition is not None and condition._is_owned()
 
     def let_go(self) -> None:
         """Wake the submitter that is held back, if there is one."""
         if self.admission is not None:
             self.admission.set()
 
+    def _claim(self, state: str) -> bool:
+        """Whether this is what was asked for first: to let it run, or to cancel it."""
+        claimed: str = self.__dict__.setdefault("_claimed", state)
+        return claimed == state
+
     def begin(self) -> bool:
         """Let it run; False where it was cancelled, or filled by its holder."""
-        with self._condition:
-            # It runs already where a change was broken off just here.
-            if self._state in (PENDING, RUNNING):
-                self._state = RUNNING
-                return True
-            if self._state == CANCELLED:
-                self.set_running_or_notify_cancel()
-        self._open()  # its holder may have been interrupted before that
+        if self._claim(RUNNING) and self._state in (PENDING, RUNNING):
+            self._state = RUNNING
+            return True
         return False
 
     def settle(self, outcome: Outcome | None) -> None:
@@ -121,12 +130,21 @@ class Request(Future[Any]):
         """Fill the future, unless its holder has done so."""
         outcome, self.outcome = self.outcome, None
         if outcome is None:
-            return
-        with suppress(InvalidStateError):
-            if outcome.error is None:
-                self.set_result(outcome.value)
-            else:
-                self.set_exception(outcome.error)
+            self._end_cancelling()
+        elif self._state == RUNNING:
+            self._result, self._exception = outcome
+            self._state = FINISHED
+            self._open()
+            if "_condition" in self.__dict__:
+                self._notify(outcome)
+
+    def _notify(self, outcome: Outcome) -> None:
+        """Tell those who do not wait at the gate."""
+        with self._condition:
+            for waiter in self._waiters:
+                (waiter.add_result if outcome.error is None else waiter.add_exception)(self)
+            self._condition.notify_all()
+        self._invoke_callbacks()
 
     def orphan(self, error: BaseException) -> None:
         """Fill it in a forked child, where no thread will; its locks may be anyone's."""
@@ -142,10 +160,22 @@ class Request(Future[Any]):
         if self.place is not Place.SETTLED:
             self.settle(None)
 
+    def done(self) -> bool:
+        return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED)
+
+    def running(self) -> bool:
+        return self._state == RUNNING
+
+    def cancelled(self) -> bool:
+        return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED)
+
     def result(self, timeout: float | None = None) -> Any:
         if timeout is None and not self._is_open:
-            # No interruption comes between taking the lock and the block that gives it back.
-            with self._gate:
+            try:
+                # No interruption comes between taking the lock and the block that gives it back.
+                with self._gate:
+                    pass
+            except RuntimeError:  # the gate was opened once more, just here
                 pass
         if self._state == FINISHED and self._exception is None:
             return self._result
@@ -153,6 +183,13 @@ class Request(Future[Any]):
             return super().result(timeout)
         finally:
             del self  # the exception's traceback refers to this frame
+
+    def _open(self) -> None:
+        """Let those who wait for the result pass."""
+        if not self._is_open:
+            with suppress(RuntimeError):  # it is open
+                self._gate.release()
+            self._is_open = True
 
     def _invoke_callbacks(self) -> None:
         """The base's last step, once it is filled or cancelled."""
@@ -162,10 +199,27 @@ class Request(Future[Any]):
 
     def cancel(self) -> bool:
         """As of every future; one that is cancelled leaves its queue."""
-        cancelled = super().cancel()
+        if self._state in (RUNNING, FINISHED) or not self._claim(CANCELLED):
+            return False
+        cancelled = self._end_cancelling()
         if cancelled:
             self._owner.cancelled(self)
         return cancelled
+
+    def _end_cancelling(self) -> bool:
+        """Do what is left to do for a cancelled future; False where it is none."""
+        cancelled = self._claimed == CANCELLED and super().cancel()
+        if cancelled:
+            with self._condition:
+                if self._state == CANCELLED:
+                    self.set_running_or_notify_cancel()
+        self._open()
+        return cancelled
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether it is filled, or cancelled to the end."""
+        return self._state in (CANCELLED_AND_NOTIFIED, FINISHED) and self._is_open
 
 
 class _Group:

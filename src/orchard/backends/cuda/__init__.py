@@ -90,7 +90,8 @@ class CudaBackend(Backend):
         return saved
 
     def prepare(self, problem: Problem, kernel: str) -> Callable[[Tensors], Saved]:
-        if problem.dtype is torch.float32:  # TF32 may be allowed from now on, or no longer
+        # TF32 may be allowed from now on, or no longer; a copy does not lie as the query does.
+        if problem.dtype is torch.float32 or kernel == "packed":
             return super().prepare(problem, kernel)
         runtime, device = self._runtime or self._open(), problem.device
         with runtime.on(device):
