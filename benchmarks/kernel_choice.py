@@ -1,8 +1,8 @@
 """Write the table by which `auto` leaves a problem to torch's own kernel on NVIDIA GPUs.
 
-It is made from a stored run of `orchard bench --preset cuda`: of the rows "rate by length", what
-each kernel of torch's took beside ours. No GPU is needed. A family of GPUs that is in the table
-already gets the newer measurements in the place of the old ones.
+It is made from a stored run of `orchard bench --preset cuda`: of the rows "rate by length" and of
+those in fp32, what each kernel of torch's took beside ours. No GPU is needed. A family of GPUs that
+is in the table already gets the newer measurements in the place of the old ones.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 
 from orchard.cli.rate_chart import rated_cases
 from orchard.cli.record import read
+from orchard.testing.cuda_targets import SINGLE
 from orchard.text import table
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "src" / "orchard" / "backends" / "cuda" / "measured.json"
 BACKEND = "cuda"
-HEADERS = ("stage", "heads x rows x D", "", "ours", *("cudnn", "flash", "efficient"))
+HEADERS = ("stage", "heads x rows x D", "dtype", "", "ours", *("cudnn", "flash", "efficient"))
 
 
 def measurement(line: dict[str, Any]) -> dict[str, Any] | None:
@@ -47,12 +48,14 @@ def measurement(line: dict[str, Any]) -> dict[str, Any] | None:
 
 def entry(lines: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     """The family of GPUs that `lines` were measured on, and what the table has of it."""
-    cases = rated_cases(lines)
+    single = [line for line in lines if "case" in line and line.get("target") == SINGLE]
+    cases = rated_cases(lines) + single
     found = [known for case in cases if (known := measurement(case)) is not None]
     if not found:
-        raise SystemExit('no row "rate by length" of a GPU with a speed in it')
+        raise SystemExit(f'no row "rate by length" or "{SINGLE}" of a GPU with a speed in it')
     facts = cases[0]["machine"]
-    place = f"{facts['gpu']}, torch {facts['torch']}, {facts['date'][:10]}"
+    dates = sorted({case["machine"]["date"][:10] for case in cases})
+    place = f"{facts['gpu']}, torch {facts['torch']}, {' and '.join(dates)}"
     return facts["gpu_family"], {"place": place, "measurements": found}
 
 
@@ -70,10 +73,11 @@ def write(path: Path, family: str, data: dict[str, Any]) -> None:
 
 def cells(known: dict[str, Any]) -> list[str]:
     size = f"{known['planes']} x {known['length']} x {known['head_dim']}"
-    times = (known["torch"].get(name) for name in HEADERS[4:])
+    times = (known["torch"].get(name) for name in HEADERS[5:])
     return [
         known["stage"],
         size,
+        known["dtype"],
         "causal" if known["causal"] else "full",
         known["kernel"],
         *("-" if ratio is None else f"{ratio[1]:.2f}" for ratio in times),

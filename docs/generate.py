@@ -177,7 +177,6 @@ GENERATED = {
     "accuracy-quantization": quantization_accuracy.table,
     "serving-cpu": lambda: serving_table("serving-cpu"),
     "serving-h200": lambda: serving_table("serving-h200"),
-    "measured-h200": lambda: results_table("h200-quick"),
     "capabilities": lambda: capability_table((0, 1, 2, 3, 7, 9, 11, 13)),
     "capabilities-full": capability_table,
     "reason-codes": reason_table,

@@ -84,6 +84,7 @@ MASK = torch.randn(2, 1, 5, 5)
         {"softcap": 2.0, "backend": "counting"},
         {"mask": MASK},
         {"mask": MASK > 0},
+        {"layout": "bshd", "return_lse": True, "causal": True},
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
@@ -113,6 +114,7 @@ def test_a_repeated_call(options: dict[str, Any], counting: Counting) -> None:
         lambda q, k, v: ((q, k, v), {"return_lse": True}),
         lambda q, k, v: ((q, k, v), {"mask": MASK}),
         lambda q, k, v: ((q, k, v), {"backend": "counting"}),
+        lambda q, k, v: ((q, k, v), {"layout": "bshd"}),
     ],
 )
 def test_another_kind_of_call_is_planned(other: Callable[..., Any], counting: Counting) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from orchard.backends.cuda.measured import Measured
+from orchard.testing.cuda_targets import SINGLE
 
 pytestmark = pytest.mark.cli
 
@@ -65,6 +66,8 @@ def test_stored_rows_become_the_table(
         _line(8192, kernels=["cuda/hopper", "cuda/tiled"]),
         _line(16384, target="forward"),
         {"target": "rate by length, forward", "found": 1.0},
+        _line(1024, target=SINGLE, dtype="float32", kernels=["cuda/tiled"]),
+        {"target": SINGLE, "found": 0.95},
     ]
     stored, table = tmp_path / "cuda.jsonl", tmp_path / "measured.json"
     stored.write_text("\n".join(map(json.dumps, lines)))
@@ -76,10 +79,11 @@ def test_stored_rows_become_the_table(
     assert written["sm_80"] == old
     known = Measured.of(written["sm_90"])
     assert known.place == "Some GPU, torch 2.11.0, 2026-01-02"
-    first, second = known.measurements
+    first, second, third = known.measurements
     assert first[:7] == ("forward", "bfloat16", 128, True, 32, 1024, "hopper")
     assert first.torch == {"cudnn": [0.9, 0.95, 0.9812]}
     assert (second.stage, second.length) == ("backward", 2048)
+    assert (third.dtype, third.kernel) == ("float32", "tiled")
 
 
 def test_nothing_to_write(script: ModuleType) -> None:

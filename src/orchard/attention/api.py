@@ -111,10 +111,14 @@ def attention(
         )  # fmt: skip
         serve = None if kind is None else planner().repeated(kind)
         if serve is not None:
+            given, bshd = (query, key, value), layout == "bshd"
+            if bshd:
+                given = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
             with inside:
-                saved = serve(query, key, value, mask)
+                saved = serve(*given, mask)
             if saved is not None:
-                return (saved.out, saved.lse) if return_lse else saved.out
+                out = saved.out.transpose(1, 2) if bshd else saved.out
+                return (out, saved.lse) if return_lse else out
     tensors, settings, squeeze = _check(
         query, key, value, mask, causal, window, scale, softcap, dropout_p, layout, backend
     )
@@ -123,7 +127,8 @@ def attention(
         tensors = tensors._replace(seed=draw_seed(query.device, generator))
     out, lse = attend(tensors, settings, layout, squeeze, bool(return_lse))
     if kind is not None:
-        problem = describe(tensors, settings.options(query, key), lse=bool(return_lse))
+        options = settings.options(tensors.query, tensors.key)
+        problem = describe(tensors, options, lse=bool(return_lse))
         if fits(kind, problem):
             planner().remember(kind, problem, backend)
     return (out, lse) if return_lse else out

@@ -43,7 +43,7 @@ def kind_of(
         or type(causal) not in (bool, str)
         or type(scale) not in _NUMBERS
         or type(softcap) not in _NUMBERS
-        or layout != "bhsd"
+        or layout not in ("bhsd", "bshd")
         or type(backend) is not str
         or query.ndim != 4
         or (torch.is_grad_enabled() and _learnt(query, key, value, mask))
@@ -78,6 +78,7 @@ def kind_of(
         window,
         scale,
         softcap,
+        layout,
         bool(return_lse),
         backend,
         _get_deterministic_algorithms(),

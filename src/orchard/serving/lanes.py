@@ -127,9 +127,6 @@ class CudaEvent(Event):
         self.raw.synchronize()
 
 
-StreamId = tuple[int, int, int]  # of torch: stream, device, kind of device
-
-
 class CudaLane(Lane):
     """A stream of torch's; lane 0 is the default stream."""
 

@@ -10,6 +10,7 @@ import torch
 from orchard.testing.benchmark import Case
 from orchard.testing.targets import Target, case_name
 
+SINGLE = "fp32 forward, no TF32"
 RATES = "rate by length"  # the targets that the plot of rates is made of
 
 
@@ -138,10 +139,9 @@ def _terms() -> list[Target]:
 def _others() -> list[Target]:
     decode = "decode: Sq 1, Sk 16384, 32/8 heads, D 128, batch 8"
     step = Case(decode, 8, 32, 8, rows=1, keys=16384, dim=128, value_dim=128, dtype=torch.bfloat16)
-    single = "fp32 forward, no TF32"
     return [
         _fused(decode, 1.0, 1.3, (step,), kind="decode", copy_share=0.9, must_copy_share=0.75),
-        _fused(single, 1.5, 2.0, _cases(single, _MIDDLE, dtype=torch.float32)),
+        _fused(SINGLE, 1.5, 2.0, _cases(SINGLE, _MIDDLE, dtype=torch.float32)),
     ]
 
 

@@ -233,7 +233,7 @@ def _widened(tile):
 @gluon.jit
 def _unit(origin):
     """What scores are multiplied by in exponents. Beside a huge origin they differ by nothing or by
-    so much that no unit matters: 1, for the rounding of a product would be an exponent itself."""
+    16 and more: there 1, for the rounding of a product would be an exponent itself."""
     return gl.where(gl.abs(origin) > _HUGE, 1.0, LOG2_E)
 
 
