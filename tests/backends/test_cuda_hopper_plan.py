@@ -335,14 +335,18 @@ def numbered(*shape: int) -> Tensors:
     return Tensors(query, key.transpose(1, 2).contiguous().transpose(1, 2), value)
 
 
-@pytest.mark.parametrize("wanted", [False, True])
-def test_a_forward_is_launched_with_its_tensors(
-    wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of each call: descriptors in order, then lse, and 0 for what is not there."""
-    kernel = RecordedKernel()
-    monkeypatch.setattr(hopper_plan, "_forward_kernel", lambda special, device: kernel)
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> RecordedKernel:
+    """In the place of every forward."""
+    recorded = RecordedKernel()
+    monkeypatch.setattr(hopper_plan, "_forward_kernel", lambda special, device: recorded)
     monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    return recorded
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_forward_is_launched_with_its_tensors(wanted: bool, kernel: RecordedKernel) -> None:
+    """Those of each call: descriptors in order, then lse, and 0 for what is not there."""
     calls = [numbered(2, 4, 256, 64), numbered(2, 4, 256, 64)]
     plan = hopper_plan.plan_forward(describe(calls[0], Options(0.125), lse=wanted), PROCESSORS)
     assert plan.special.lse == wanted
@@ -360,12 +364,7 @@ def test_a_forward_is_launched_with_its_tensors(
 
 
 @pytest.mark.parametrize("other", ["mask", "seed", "counter"])
-def test_a_forward_is_launched_with_its_further_tensors(
-    other: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = RecordedKernel()
-    monkeypatch.setattr(hopper_plan, "_forward_kernel", lambda special, device: kernel)
-    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+def test_a_forward_is_launched_with_its_further_tensors(other: str, kernel: RecordedKernel) -> None:
     tensors, processors = numbered(2, 4, 256, 64), PROCESSORS
     threshold, tiles = 0, 0
     if other == "mask":

@@ -60,20 +60,11 @@ def kind_of(
     if is_observed((query, key, value, mask)):
         return None
     return (
-        query.shape,
-        key.shape,
-        value.shape,
-        query.stride(),
-        key.stride(),
-        value.stride(),
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        query.device,
-        key.device,
-        value.device,
+        _look(query),
+        _look(key),
+        _look(value),
+        None if mask is None else _look(mask),
         (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16,
-        None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
         causal,
         window,
         scale,
@@ -88,6 +79,10 @@ def kind_of(
 def fits(kind: Kind, problem: Problem) -> bool:
     """Whether the call of this kind still poses the problem: a flag of torch's is any thread's."""
     return kind[-1] == problem.deterministic
+
+
+def _look(tensor: Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _learnt(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
