@@ -346,7 +346,7 @@ static const float *multiply_scores(const Backward &w, const BackwardScratch &s,
   else
     multiply<kPairs, false, Into::store>(count, 2, s.words, s.key + j * s.words, s.words,
                                          s.query_columns + n * kPanel * s.words, kPanel, s.scores,
-                                         kPanel);
+                                         kPanel, nullptr, chain_for(p.keys));
   if (p.mask.data == nullptr) return nullptr;
   // The mask ends with the keys; what stands past them is cut as out of the band.
   read_mask(p, w.how, panel, b, key + j, inside, s.mask, s.mask_rows);

@@ -418,7 +418,8 @@ static void score_panel(const Forward &f, const ForwardScratch &s, int64_t n, in
   }
 #endif
   multiply<kScores == Product::pairs, false, Into::store>(
-      rows, vectors, words, s.key + begin * words, words, query, kPanel, s.scores, kPanel);
+      rows, vectors, words, s.key + begin * words, words, query, kPanel, s.scores, kPanel, nullptr,
+      chain_for(p.keys));
 }
 
 // sums = sums * factor + weights . values, for `count` keys of the tile from `begin` on.
@@ -430,8 +431,9 @@ static void add_values(const Forward &f, const ForwardScratch &s, int64_t n, int
   const uint32_t *values = s.value + words_in<kProduct>(begin) * wide;
   const uint32_t *weights = (const uint32_t *)s.scores;
   float *sums = s.sums + n * wide * kPanel;
-  multiply<kProduct == Product::pairs, true, Into::scale_add>(
-      wide, vectors, words, values, wide, weights, kPanel, sums, kPanel, s.factor);
+  multiply<kProduct == Product::pairs, true, Into::scale_add>(wide, vectors, words, values, wide,
+                                                              weights, kPanel, sums, kPanel,
+                                                              s.factor, chain_for(f.p.value_dim));
 }
 
 // The keys and values of one tile, the keys packed, for every panel of a block.
