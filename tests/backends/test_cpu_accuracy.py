@@ -33,6 +33,8 @@ SUMS = {
     "few keys": Small((1, 2, 2, 33, 8, 128, 64), 2.0, range(20)),
     "few keys, half the channels": Small((1, 2, 2, 33, 8, 64, 64), 2.0, range(30)),
     "few channels of values": Small((1, 2, 2, 7, 130, 4, 1), 2.0, (87, 144, 192)),
+    "many probabilities": Small((1, 2, 2, 7, 128, 2, 8), 0.0, (10, 262)),
+    "many probabilities, few rows": Small((1, 2, 2, 2, 130, 1, 8), 2.0, (185,)),
 }
 FEW_ROWS: dict[str, Sizes] = {
     "one row": (1, 2, 2, 1, 9, 128, 16),
