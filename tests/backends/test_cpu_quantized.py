@@ -44,6 +44,7 @@ SIZES: dict[str, Sizes] = {
     "grouped rows, split keys": (2, 4, 2, 2, 1100, 64, 64),
     "rows in a panel, split keys": (1, 6, 2, 7, 1041, 40, 24),
     "ragged": (1, 1, 1, 33, 130, 80, 96),
+    "few keys": (1, 2, 2, 33, 8, 128, 64),
     "one element": (2, 2, 2, 7, 30, 1, 3),
     "wide": (1, 1, 1, 70, 150, 256, 256),
 }

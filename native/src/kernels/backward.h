@@ -28,6 +28,7 @@ struct Backward {
   Scoring how;
   int64_t chunk, chunks, blocks, units;
   int64_t query_wide, slot_size, slots;
+  bool few;  // rows that the forward takes without panels
   bool mask_over_batch, mask_over_heads, mask_over_rows, mask_over_keys;  // summed axes
   bool mask_once;  // no axis is summed, so each gradient of the mask is stored as it is found
   float *shift;    // [b * Hq + h][row]: what a score is taken from; inf for an empty row
@@ -50,6 +51,7 @@ struct Backward {
     slot_size = p.group * blocks * kBlockRows * query_wide;
     // No more units are in progress than threads, but for one between two of its chunks.
     slots = smaller_of(units, p.threads + 1);
+    few = p.rows * p.group <= kDecodeRows;
     const bool masked = p.grad_mask.data != nullptr;
     mask_over_batch = masked && p.mask.sizes[0] == 1 && p.batch > 1;
     mask_over_heads = masked && p.mask.sizes[1] == 1 && p.heads > 1;
@@ -141,6 +143,7 @@ struct BackwardScratch {
   float *grad_key, *grad_value;
   uint32_t *query_columns, *query_rows;  // of the block, panel by panel and row by row
   uint32_t *grad_columns, *grad_rows;
+  float *few_rows, *lines;     // where rows are few: those of the query, and room for keys
   uint32_t *packed;            // rows as they come
   float *scores, *products;    // [kStepKeys][kPanel]: q . k and grad_out . v
   uint32_t *weights, *slopes;  // [key][kBlockRows]: what value and key are summed with
@@ -173,6 +176,9 @@ struct BackwardScratch {
     s.grad_columns = carve.take<uint32_t>(kBlockRows * s.value_words);
     s.query_rows = carve.take<uint32_t>(kBlockRows / (kPairs ? 2 : 1) * s.query_lanes);
     s.grad_rows = carve.take<uint32_t>(kBlockRows / (kPairs ? 2 : 1) * s.value_lanes);
+    const int64_t line = round_up(p.dim, kLanes);
+    s.few_rows = carve.take<float>(w.few ? kDecodeRows * line : 0);
+    s.lines = carve.take<float>(w.few ? kStepKeys * line : 0);
     s.packed = carve.take<uint32_t>(kPairs ? kLanes * larger_of(s.query_lanes, s.value_lanes) : 0);
     s.scores = carve.take<float>(kStepKeys * kPanel);
     s.products = carve.take<float>(kStepKeys * kPanel);
@@ -290,6 +296,17 @@ static void pack_block(const orchard_tensor &t, int32_t dtype, int64_t b, int64_
   }
 }
 
+// The query's rows of a block, in every way in which scores are made of them.
+template <bool kPairs>
+static void pack_query(const Backward &w, const BackwardScratch &s, int64_t b, int64_t h,
+                       int64_t row, int64_t rows, const float *shift) {
+  const Problem &p = w.p;
+  pack_block<kPairs>(p.query, p.dtype, b, h, row, rows, shift, w.how.sign, p.dim, s.words,
+                     s.query_lanes, s.packed, s.query_columns, s.query_rows);
+  for (int64_t r = 0; w.few && r < rows; ++r)
+    read_query(p, w.how, b, h, row + r, s.few_rows + r * round_up(p.dim, kLanes));
+}
+
 static Panel panel_of(const Backward &w, int64_t plane, int64_t first) {
   Panel panel;
   panel.count = smaller_of(kPanel, w.p.rows - first);
@@ -303,18 +320,35 @@ static Panel panel_of(const Backward &w, int64_t plane, int64_t first) {
   return panel;
 }
 
+// Products of few rows, added up as decode_rows() does it: lse is of these, to the last bit. What
+// has no row or key is 0.
+static void multiply_few_rows(const Backward &w, const BackwardScratch &s, int64_t b,
+                              int64_t kv_head, int64_t key, int64_t count) {
+  const Problem &p = w.p;
+  const Lines keys = lines_of(p.key, p.key_levels, p.dim, b, kv_head, key, count, true, s.lines);
+  memset(s.scores, 0, kStepKeys * kPanel * 4);
+  const auto score = p.rows == 1   ? decode_scores<1>
+                     : p.rows == 2 ? decode_scores<2>
+                     : p.rows == 3 ? decode_scores<3>
+                                   : decode_scores<4>;
+  score(keys, nullptr, count, s.few_rows, kPanel, s.scores);
+}
+
 // Products of panel `n` of the packed block with `count` packed keys, from `j` of the chunk on,
 // into s.scores; the mask that goes with them, or none.
 template <bool kPairs>
 static const float *multiply_scores(const Backward &w, const BackwardScratch &s, const Panel &panel,
                                     int64_t b, int64_t key, int64_t j, int64_t count, int64_t n) {
   const Problem &p = w.p;
-  multiply<kPairs, false, Into::store>(count, 2, s.words, s.key + j * s.words, s.words,
-                                       s.query_columns + n * kPanel * s.words, kPanel, s.scores,
-                                       kPanel);
+  const int64_t inside = smaller_of(count, p.keys - key - j);
+  if (w.few)
+    multiply_few_rows(w, s, b, panel.head[0] / p.group, key + j, inside);
+  else
+    multiply<kPairs, false, Into::store>(count, 2, s.words, s.key + j * s.words, s.words,
+                                         s.query_columns + n * kPanel * s.words, kPanel, s.scores,
+                                         kPanel, nullptr, chain_for(p.keys));
   if (p.mask.data == nullptr) return nullptr;
   // The mask ends with the keys; what stands past them is cut as out of the band.
-  const int64_t inside = smaller_of(count, p.keys - key - j);
   read_mask(p, w.how, panel, b, key + j, inside, s.mask, s.mask_rows);
   memset(s.mask + inside * kPanel, 0, (size_t)((count - inside) * kPanel) * 4);
   return s.mask;
@@ -360,8 +394,7 @@ static void rebuild_block(const Backward &w, const BackwardScratch &s, int64_t p
   const int64_t rows = smaller_of(kBlockRows, p.rows - row), panels = (rows + kPanel - 1) / kPanel;
   float *shift = w.shift + plane * w.padded_rows() + row;
   float *norm = w.norm + plane * w.padded_rows() + row;
-  pack_block<kPairs>(p.query, p.dtype, b, h, row, rows, shift, w.how.sign, p.dim, s.words,
-                     s.query_lanes, s.packed, s.query_columns, s.query_rows);
+  pack_query<kPairs>(w, s, b, h, row, rows, shift);
   Floats top[kBlockPanels][2], total[kBlockPanels][2];
   for (int64_t n = 0; n < panels; ++n)
     for (int v = 0; v < 2; ++v) {
@@ -547,8 +580,7 @@ static void backward_block(const Backward &w, const BackwardScratch &s, int64_t 
   const float *shift = w.shift + plane * w.padded_rows() + row;
   const float *norm = w.norm + plane * w.padded_rows() + row;
   const float *delta = w.delta + plane * w.padded_rows() + row;
-  pack_block<kPairs>(p.query, p.dtype, b, h, row, rows, shift, w.how.sign, p.dim, s.words,
-                     s.query_lanes, s.packed, s.query_columns, s.query_rows);
+  pack_query<kPairs>(w, s, b, h, row, rows, shift);
   pack_block<kPairs>(p.grad_out, p.dtype, b, h, row, rows, shift, 0, p.value_dim, s.value_words,
                      s.value_lanes, s.packed, s.grad_columns, s.grad_rows);
 

@@ -169,6 +169,16 @@ static Lines lines_of(const orchard_tensor &t, const Levels &levels, int64_t dim
   return {(const char *)scratch, ld * 4, vectors, ORCHARD_FLOAT32, false};
 }
 
+// A row of the query as fp32 in whole vectors, so that its scores are to be multiplied by a scale
+// that is not negative.
+static void read_query(const Problem &p, const Scoring &how, int64_t batch, int64_t head,
+                       int64_t row, float *to) {
+  const int64_t wide = round_up(p.dim, kLanes);
+  read_values(p.query, p.query_levels, batch, head, row, 1, p.dim, wide, to);
+  if (how.sign != 0)
+    for (int64_t d = 0; d < wide; ++d) to[d] = -to[d];
+}
+
 // What the steps of the keys and of the query make of the products of levels.
 struct DecodeTerms {
   float scale[kLanes];  // of the query's levels, by row; 1 where it is fp32
@@ -388,12 +398,8 @@ static void decode_rows(const Forward &f, int64_t unit, int64_t split, const For
   float *query = (float *)s.query;
   Panel &panel = s.panels[0];
   lay_out_panel(f, unit, 0, kRows, panel);
-  for (int r = 0; r < kRows; ++r) {
-    float *row = query + r * wide;
-    read_values(p.query, p.query_levels, batch, panel.head[r], panel.row[r], 1, p.dim, wide, row);
-    if (f.how.sign != 0)
-      for (int64_t d = 0; d < wide; ++d) row[d] = -row[d];
-  }
+  for (int r = 0; r < kRows; ++r)
+    read_query(p, f.how, batch, panel.head[r], panel.row[r], query + r * wide);
   DecodeTerms terms = decode_terms<kRows>(p, batch, kv_head, query, wide);
 #if defined(__AVX512VNNI__)
   DecodeLevels levels;

@@ -12,6 +12,7 @@ constexpr int64_t kSplitKeys = 1024;    // keys of one task where few rows meet 
 constexpr int64_t kSplitRows = kPanel;  // the most rows for which keys are split
 constexpr int64_t kDecodeRows = 4;      // the most rows that go without panels
 constexpr int64_t kMaxBlockPanels = 8;
+constexpr int64_t kSumKeys = 16;  // probabilities summed in one go: a longer chain loses precision
 
 // What a product, of query and key or of probabilities and values, is made of.
 enum class Product {
@@ -240,14 +241,15 @@ static void softmax(const Problem &p, const Scoring &how, const Panel &panel, in
         Words drawn[4];
         draw((uint32_t)((key + group) / 8), load_as<Words>(panel.row + v * kLanes),
              load_as<Words>(panel.plane + v * kLanes), p.seed, drawn);
-        Floats held[8 / kKeys][kKeys] = {};
+        Floats held[8 / kKeys][kKeys] = {}, part = splat(0.0f);
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
           if (group + j >= count) break;
           const Floats e = probability(group + j, v);
-          sum[v] += e;
+          part += e;
           held[j / kKeys][j % kKeys] = select(kept(drawn, j, p.drop_threshold), e, splat(0.0f));
         }
+        sum[v] += part;
         // Elements shrink towards the front, where this group's scores have been read already.
 #pragma GCC unroll 8
         for (int j = 0; j < 8; j += kKeys)
@@ -257,19 +259,24 @@ static void softmax(const Problem &p, const Scoring &how, const Panel &panel, in
       }
     }
   } else {
-    for (int64_t j = 0; j < count; j += kKeys) {
+    for (int64_t group = 0; group < count; group += kSumKeys) {
+      Floats part[kVectors] = {};
+      const int64_t end = smaller_of(group + kSumKeys, count);
+      for (int64_t j = group; j < end; j += kKeys) {
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        Floats joined[kKeys] = {};
+        for (int v = 0; v < kVectors; ++v) {
+          Floats joined[kKeys] = {};
 #pragma GCC unroll 4
-        for (int n = 0; n < kKeys; ++n) {
-          if (j + n >= count) break;
-          const Floats e = probability(j + n, v);
-          sum[v] += e;
-          joined[n] = e;
+          for (int n = 0; n < kKeys; ++n) {
+            if (j + n >= count) break;
+            const Floats e = probability(j + n, v);
+            part[v] += e;
+            joined[n] = e;
+          }
+          store(scores + j / kKeys * kPanel + v * kLanes, join_weights<kProduct>(joined));
         }
-        store(scores + j / kKeys * kPanel + v * kLanes, join_weights<kProduct>(joined));
       }
+      for (int v = 0; v < kVectors; ++v) sum[v] += part[v];
     }
   }
   for (int v = 0; v < kVectors; ++v)
@@ -418,7 +425,8 @@ static void score_panel(const Forward &f, const ForwardScratch &s, int64_t n, in
   }
 #endif
   multiply<kScores == Product::pairs, false, Into::store>(
-      rows, vectors, words, s.key + begin * words, words, query, kPanel, s.scores, kPanel);
+      rows, vectors, words, s.key + begin * words, words, query, kPanel, s.scores, kPanel, nullptr,
+      chain_for(p.keys));
 }
 
 // sums = sums * factor + weights . values, for `count` keys of the tile from `begin` on.
@@ -430,8 +438,9 @@ static void add_values(const Forward &f, const ForwardScratch &s, int64_t n, int
   const uint32_t *values = s.value + words_in<kProduct>(begin) * wide;
   const uint32_t *weights = (const uint32_t *)s.scores;
   float *sums = s.sums + n * wide * kPanel;
-  multiply<kProduct == Product::pairs, true, Into::scale_add>(
-      wide, vectors, words, values, wide, weights, kPanel, sums, kPanel, s.factor);
+  multiply<kProduct == Product::pairs, true, Into::scale_add>(wide, vectors, words, values, wide,
+                                                              weights, kPanel, sums, kPanel,
+                                                              s.factor, chain_for(f.p.value_dim));
 }
 
 // The keys and values of one tile, the keys packed, for every panel of a block.

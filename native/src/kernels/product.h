@@ -11,6 +11,9 @@ namespace orchard::ORCHARD_ISA {
 constexpr int kPanel = 2 * kLanes;  // columns of one register tile
 constexpr int64_t kChain = 128;     // steps summed in one go: a longer chain loses precision
 
+// Where columns are few their errors do not even out, and a short chain costs little.
+ORCHARD_INLINE int64_t chain_for(int64_t columns) { return columns < 16 ? 16 : kChain; }
+
 enum class Into {
   store,      // C = AB
   add,        // C += AB
@@ -68,15 +71,16 @@ static void multiply_chain(int64_t rows, int64_t vectors, int64_t steps, const u
   }
 }
 
-// `rows` is a multiple of kTileRows; `vectors` counts vectors along n.
+// `rows` is a multiple of kTileRows; `vectors` counts vectors along n; `chain` steps are summed in
+// one go.
 template <bool kPairs, bool kColumnsOfA, Into kInto>
 static void multiply(int64_t rows, int64_t vectors, int64_t steps, const uint32_t *a, int64_t lda,
                      const uint32_t *b, int64_t ldb, float *c, int64_t ldc,
-                     const float *factor = nullptr) {
-  multiply_chain<kPairs, kColumnsOfA, kInto>(rows, vectors, steps < kChain ? steps : kChain, a, lda,
+                     const float *factor = nullptr, int64_t chain = kChain) {
+  multiply_chain<kPairs, kColumnsOfA, kInto>(rows, vectors, steps < chain ? steps : chain, a, lda,
                                              b, ldb, c, ldc, factor);
-  for (int64_t k = kChain; k < steps; k += kChain) {
-    const int64_t left = steps - k < kChain ? steps - k : kChain;
+  for (int64_t k = chain; k < steps; k += chain) {
+    const int64_t left = steps - k < chain ? steps - k : chain;
     multiply_chain<kPairs, kColumnsOfA, Into::add>(rows, vectors, left,
                                                    a + (kColumnsOfA ? k * lda : k), lda,
                                                    b + k * ldb, ldb, c, ldc, nullptr);
