@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import orchard
-from orchard.dispatch import planner
+from orchard.dispatch import planner, settings
 from orchard.dispatch.journal import journal
 from orchard.testing.metal import toolchain
 
@@ -26,12 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _untouched() -> Iterator[None]:
-    """Every test begins with torch's own attention and an empty journal, and leaves it so."""
+    """Every test begins with torch's own attention, an empty journal and the settings of the
+    environment, and leaves it so."""
     journal.stats(reset=True)
     torch.manual_seed(0)
     yield
     while orchard.integrations.torch_sdpa._state.depth:
         orchard.disable()
+    if settings.read(os.environ) != settings.current():  # of variables that the test had set
+        planner.reset()
 
 
 @pytest.fixture
