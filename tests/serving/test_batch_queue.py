@@ -6,9 +6,10 @@ import asyncio
 import gc
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, as_completed, wait
+from concurrent.futures import CancelledError, Future, _base, as_completed, wait
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +22,7 @@ from orchard.errors import (
     ArgumentTypeError,
     ArgumentValueError,
     DeadlineExceeded,
+    ForkedProcessError,
     QueueClosed,
     QueueFull,
     WorkerDied,
@@ -28,6 +30,7 @@ from orchard.errors import (
 from orchard.serving.batch_queue import BatchQueue
 from orchard.serving.batch_runner import is_out_of_memory
 from orchard.serving.lanes import Event, Lane
+from orchard.serving.requests import Request
 from orchard.serving.stream_pool import StreamPool
 from orchard.testing.serving_load import ManualClock
 
@@ -1149,6 +1152,83 @@ def test_a_future_that_is_only_asked_for_its_result_is_bare() -> None:
         queue.flush()
         assert future.done()
         assert "_condition" not in vars(future)
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda f: wait([f], PATIENCE).done, lambda f: set(as_completed([f]))]
+)
+def test_a_future_is_not_filled_while_others_look_at_it(
+    ask: Callable[[Future[Any]], set[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """concurrent.futures looks at a state twice inside of a future's lock, and relies on it."""
+    gate, seen = Gate(), []
+    install = _base._create_and_install_waiters
+
+    def late(futures: Any, when: Any) -> Any:
+        gate.open.set()
+        time.sleep(0.05)  # the worker comes to fill it
+        seen.append(future.done())
+        return install(futures, when)
+
+    with BatchQueue(gate, max_delay=0) as queue:
+        future = gate.hold(queue)
+        monkeypatch.setattr(_base, "_create_and_install_waiters", late)
+        assert ask(future) == {future}
+    assert seen == [False]
+
+
+@pytest.mark.parametrize("by", ["worker", "canceller"])
+def test_every_callback_is_called_whatever_another_raises(by: str) -> None:
+    called: list[int] = []
+
+    def leave(_: Future[Any]) -> None:
+        raise SystemExit
+
+    gate = Gate()
+    with BatchQueue(gate, max_delay=0) as queue:
+        gate.hold(queue)
+        future = queue.submit(row(1))
+        for callback in (leave, lambda _: called.append(1), leave, lambda _: called.append(2)):
+            future.add_done_callback(callback)
+        if by == "canceller":
+            assert future.cancel()
+            assert queue.stats().pending == 0
+        gate.open.set()
+        wait([future], PATIENCE)
+        queue.flush()
+    assert called == [1, 2]
+
+
+def test_what_a_signal_handler_raises_ends_a_wait() -> None:
+    """Be it RuntimeError, as of handlers that find a process dead."""
+    gate = Gate()
+
+    def handler(*_: object) -> None:
+        raise RuntimeError("a process is gone")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with BatchQueue(gate, max_delay=0) as queue:
+            future = gate.hold(queue)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(RuntimeError, match="a process is gone"):
+                future.result()
+            gate.open.set()
+            assert answers([future]) == [2 * HELD]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_future_that_is_cancelled_while_the_process_forks() -> None:
+    """By a thread that has no time left to tell those who wait: the child does."""
+    request = Request(None, None, 0, None)
+    request._claim(_base.CANCELLED)
+    Future.cancel(request)
+    request.orphan(ForkedProcessError("of the parent"))
+    assert wait([request], 0).done == {request}
+    with pytest.raises(CancelledError):
+        request.result()
 
 
 def test_a_cancelled_future_is_done_for_those_who_wait() -> None:

@@ -38,6 +38,7 @@ from orchard.serving.requests import Deadlines, Pending, Place, Request
 from orchard.text import one_line
 
 _NEVER = sys.maxsize
+_SOON = 0.05  # seconds
 _RECOVERY = 16  # batches in a row without running out of memory, before the limit doubles again
 
 
@@ -203,8 +204,8 @@ class QueueCore:
         for request in settled:
             try:
                 request.announce()
-            except BaseException as error:  # of a callback; futures pass over mere Exceptions
-                logger.error("a callback of a future raised %s", one_line(error))
+            except BaseException as error:  # Ctrl-C, where the main thread announces
+                logger.error("a request was announced in part: %s", one_line(error))
         with self._lock:
             for request in settled:
                 self._unsettled.pop(request.number, None)
@@ -351,13 +352,15 @@ class QueueCore:
 
     def await_admission(self, request: Request) -> None:
         """Block while the request is held back; not in a thread that would have to make space."""
-        if request.place is not Place.WAITING or not self.may_wait():
+        if request.place is not Place.WAITING or self._is_one_of_us():
             return
         with self._lock:
             if request.place is not Place.WAITING:
                 return
             request.admission = threading.Event()
-        request.admission.wait()
+        # The rest of the question takes longer, the more requests there are.
+        if not request.admission.wait(_SOON) and self.may_wait():
+            request.admission.wait()
 
     def cancelled(self, request: Request) -> None:
         """A request whose future was cancelled leaves the queue, at the latest in its turn."""
@@ -656,10 +659,13 @@ class QueueCore:
 
     def may_wait(self) -> bool:
         """Whether the calling thread may wait for the queue's, and is not what they wait for."""
-        if self._is_inside() or threading.current_thread() in self._living():
+        if self._is_one_of_us():
             return False
         with self._lock:
             return not any(each.is_held for each in (*self._unsettled.values(), *self._arrivals))
+
+    def _is_one_of_us(self) -> bool:
+        return self._is_inside() or threading.current_thread() in self._living()
 
     # Fork
 

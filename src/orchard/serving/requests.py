@@ -6,8 +6,9 @@ Nothing here locks: the queue that owns a `Pending` guards it.
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from concurrent.futures._base import (
     CANCELLED,
@@ -19,10 +20,12 @@ from concurrent.futures._base import (
 from contextlib import suppress
 from enum import Enum
 from operator import attrgetter
-from threading import Condition, Event, Lock
+from threading import Condition, Event, Lock, current_thread, main_thread
 from typing import TYPE_CHECKING, Any, Protocol
 
+from orchard.dispatch.settings import logger
 from orchard.serving.batching import Parcel
+from orchard.text import one_line
 
 if TYPE_CHECKING:
     from orchard.serving.batch_runner import BatchRunner, Outcome
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 AGEING = 0.1  # seconds: one step of priority is worth as much as having waited so much longer
 HIGHEST_PRIORITY = 100  # and -100 the lowest: nobody is overtaken by who came 20 s later
 _STALE_DEADLINES = 64
+_HAS_GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 class Place(Enum):
@@ -56,8 +60,7 @@ class Request(Future[Any]):
     concurrent.futures keeps for everything else is made when something asks for it: where many
     threads submit, each line that one of them touches comes from another processor's cache.
 
-    The queue takes no lock of a future while it holds its own: who asks makes `_condition` first
-    and then looks at the state, the queue changes the state first and then looks for a condition.
+    The queue takes no lock of a future while it holds its own.
     """
 
     _state = PENDING
@@ -129,21 +132,26 @@ class Request(Future[Any]):
     def announce(self) -> None:
         """Fill the future, unless its holder has done so."""
         outcome, self.outcome = self.outcome, None
+        mine = self.__dict__
         if outcome is None:
             self._end_cancelling()
-        elif self._state == RUNNING:
+        elif _HAS_GIL and "_condition" not in mine and self._state == RUNNING:
+            # Up to the state is no call: no other thread makes a condition meanwhile.
             self._result, self._exception = outcome
             self._state = FINISHED
             self._open()
-            if "_condition" in self.__dict__:
-                self._notify(outcome)
+        else:
+            self._fill(outcome)
 
-    def _notify(self, outcome: Outcome) -> None:
-        """Tell those who do not wait at the gate."""
+    def _fill(self, outcome: Outcome) -> None:
+        """As the base does it: under the lock, inside of which others look at the state twice."""
         with self._condition:
-            for waiter in self._waiters:
-                (waiter.add_result if outcome.error is None else waiter.add_exception)(self)
-            self._condition.notify_all()
+            if self._state == RUNNING:
+                self._result, self._exception = outcome
+                self._state = FINISHED
+                for waiter in self._waiters:
+                    (waiter.add_result if outcome.error is None else waiter.add_exception)(self)
+                self._condition.notify_all()
         self._invoke_callbacks()
 
     def orphan(self, error: BaseException) -> None:
@@ -153,6 +161,8 @@ class Request(Future[Any]):
         self._gate = Lock()
         self._gate.acquire()
         self._is_open = False
+        if self._state == CANCELLED:  # by a thread that is not here
+            super().set_running_or_notify_cancel()
         if self.done():
             self._open()
         else:
@@ -176,7 +186,8 @@ class Request(Future[Any]):
                 with self._gate:
                     pass
             except RuntimeError:  # the gate was opened once more, just here
-                pass
+                if not self.done():  # or a signal handler has raised it
+                    raise
         if self._state == FINISHED and self._exception is None:
             return self._result
         try:
@@ -192,10 +203,19 @@ class Request(Future[Any]):
             self._is_open = True
 
     def _invoke_callbacks(self) -> None:
-        """The base's last step, once it is filled or cancelled."""
+        """The last step, once it is filled or cancelled. No callback is called a second time."""
         self._open()
-        base: Any = super()
-        base._invoke_callbacks()
+        callbacks = self.__dict__.get("_done_callbacks")
+        while callbacks:
+            with suppress(IndexError):  # another thread has called the last
+                _call(callbacks.pop(0), self)
+
+    def set_running_or_notify_cancel(self) -> bool:
+        """Of executors; as everywhere, who asks first decides whether it runs."""
+        if self._claim(RUNNING):
+            return super().set_running_or_notify_cancel()
+        self._end_cancelling()
+        return False
 
     def cancel(self) -> bool:
         """As of every future; one that is cancelled leaves its queue."""
@@ -212,14 +232,25 @@ class Request(Future[Any]):
         if cancelled:
             with self._condition:
                 if self._state == CANCELLED:
-                    self.set_running_or_notify_cancel()
-        self._open()
+                    super().set_running_or_notify_cancel()
+        self._invoke_callbacks()  # those before which an interruption came
         return cancelled
 
     @property
     def is_announced(self) -> bool:
-        """Whether it is filled, or cancelled to the end."""
-        return self._state in (CANCELLED_AND_NOTIFIED, FINISHED) and self._is_open
+        """Whether it is filled, or cancelled, to the end."""
+        told = self._is_open and not self.__dict__.get("_done_callbacks")
+        return told and self._state in (CANCELLED_AND_NOTIFIED, FINISHED)
+
+
+def _call(callback: Callable[[Future[Any]], object], future: Future[Any]) -> None:
+    """What a callback raises disturbs nobody; Ctrl-C is none of its own."""
+    try:
+        callback(future)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
+            raise
+        logger.error("a callback of a future raised %s", one_line(error))
 
 
 class _Group:
