@@ -88,7 +88,11 @@ def test_sums(isa: str, small: Small) -> None:
 @pytest.mark.grad
 @pytest.mark.parametrize("sizes", FEW_ROWS.values(), ids=FEW_ROWS)
 def test_gradients_of_few_rows(isa: str, sizes: Sizes) -> None:
-    """Probabilities near 1, which large scores make of lse: every error of a score would show."""
+    """Probabilities near 1, which large scores make of lse: every error of a score would show.
+
+    Gradients alone: the outputs of these problems are known to miss the budget now and then, with
+    avx2 and portable kernels in two of the cases, as torch's own fp32 does in another order.
+    """
     for seed in range(10):
         tensors, grad_out = operands(sizes, seed)
         found = gradients(tensors, grad_out, scale=1.0, causal=True)

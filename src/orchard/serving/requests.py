@@ -1,6 +1,6 @@
 """Requests that wait to be run: their order, their groups and their deadlines.
 
-Nothing here locks: the queue that owns a `Pending` guards it.
+A `Pending` is guarded by the queue that owns it; a `Request` is a future, and any thread's.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Request(Future[Any]):
     def announce(self) -> None:
         """Fill the future, unless its holder has done so."""
         outcome, self.outcome = self.outcome, None
-        mine = self.__dict__
+        mine = self.__dict__  # here: to make it may run the collector
         if outcome is None:
             self._end_cancelling()
         elif _HAS_GIL and "_condition" not in mine and self._state == RUNNING:
