@@ -145,10 +145,10 @@ def test_a_deterministic_backward_is_configured_by_its_size_and_terms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hopper_plan, "_backward_kernels", recorded_kernels)
-    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    monkeypatch.setattr(hopper_plan, "index_of", lambda device: 0)
     problem = pose(shape, stage="backward", **options)._replace(deterministic=True)
     kind = BackwardKind(problem, (), (), None)
-    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS), False))
+    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS)))
     special = plan.special
     assert (special.config.rows, special.rows.consumers) == (key_rows, consumers)
     assert (special.dynamic, plan.programs[2]) == (dynamic, programs)
@@ -169,10 +169,10 @@ def test_a_fused_backward_scales_dq_after_all_programs(
 ) -> None:
     """dQ of D 64 is split by rows, so that its tiles have 128."""
     monkeypatch.setattr(hopper_plan, "_backward_kernels", recorded_kernels)
-    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    monkeypatch.setattr(hopper_plan, "index_of", lambda device: 0)
     problem = pose((4, 32, 4096, head_dim), stage="backward")
     kind = BackwardKind(problem, (), (), None)
-    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS), False))
+    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS)))
     assert (plan.special.config.rows, plan.special.dynamic) == (rows, False)
     assert plan.programs[1:] == (4 * 32 * 32, 4 * 32 * 64)
 
@@ -340,7 +340,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> RecordedKernel:
     """In the place of every forward."""
     recorded = RecordedKernel()
     monkeypatch.setattr(hopper_plan, "_forward_kernel", lambda special, device: recorded)
-    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    monkeypatch.setattr(hopper_plan, "index_of", lambda device: 0)
     return recorded
 
 
@@ -393,14 +393,14 @@ def test_a_backward_is_launched_with_its_tensors(
 ) -> None:
     kernels = hopper_plan._Kernels(RecordedKernel(), RecordedKernel(), RecordedKernel())
     monkeypatch.setattr(hopper_plan, "_backward_kernels", lambda special, device: kernels)
-    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    monkeypatch.setattr(hopper_plan, "index_of", lambda device: 0)
     tensors = numbered(2, 4, 256, 64)
     grad_out = torch.empty(2, 256, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
     problem = describe(tensors, Options(0.125), stage="backward", grad_out=grad_out, grad=True)
     problem = problem._replace(deterministic=deterministic)
     saved = Saved(torch.empty_like(tensors.query), torch.empty(2, 4, 256))
     kind = BackwardKind(problem, saved.out.stride(), saved.lse.stride(), None)
-    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS), False))
+    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS)))
     grads = plan.run(None, tensors, saved, Upstream(grad_out, None))
     statistics, keys, last = (kernel.launches[0] for kernel in kernels)
 
@@ -458,7 +458,7 @@ def test_a_backward_with_an_added_mask(
     pad = hopper_plan.BackwardPlan._padded
     monkeypatch.setattr(hopper_plan.BackwardPlan, "_padded", padded)
     monkeypatch.setattr(hopper_plan, "_backward_kernels", kernels_of)
-    monkeypatch.setattr(hopper_plan, "_index", lambda device: 0)
+    monkeypatch.setattr(hopper_plan, "index_of", lambda device: 0)
     query, key, value, _, _ = numbered(2, 4, 200, 64)
     mask = torch.empty(2, 1, 200, 208, dtype=BF16)[..., offset : offset + 200]
     tensors, grad_out = Tensors(query, key, value, mask), torch.empty_like(query)
@@ -469,7 +469,7 @@ def test_a_backward_with_an_added_mask(
     assert codes(problem) == []
     saved = Saved(torch.empty_like(query), torch.empty(2, 4, 200))
     kind = BackwardKind(problem, saved.out.stride(), saved.lse.stride(), None)
-    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS), False))
+    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS)))
     runtime = RecordedRuntime()
     grads = plan.run(runtime, tensors, saved, Upstream(grad_out, None))
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from orchard.attention.problem import (
     Saved,
     Tensors,
     Upstream,
+    allows_tf32,
     describe,
 )
 from orchard.backends.cuda import CudaBackend, choice, configs, runtime, tuning
@@ -137,10 +139,12 @@ def test_a_repeated_call_lies_in_memory_as_the_query(
 
 
 def test_kernels_by_problem() -> None:
-    """Few rows are a decode, operands without runs of elements are packed, the rest is tiled."""
-    assert kernel_for(operands()) == "tiled"
+    """Few rows are a decode, operands without runs of elements are packed, the rest is tiled where
+    no kernel for Hopper takes it."""
+    assert kernel_for(operands()) == "hopper_fp32"
+    assert kernel_for(operands(dim=129)) == "tiled"
     assert kernel_for(operands(rows=8)) == "decode"
-    assert kernel_for(operands(rows=9)) == "tiled"
+    assert kernel_for(operands(rows=9)) == "hopper_fp32"
     half = Tensors(*(tensor.half() for tensor in operands(rows=32)[:3]))
     assert kernel_for(half) == "decode"
     assert kernel_for(half._replace(query=torch.randn(2, 4, 33, 24).half())) == "tiled"  # Dv 12
@@ -203,16 +207,14 @@ def test_an_old_gpu_has_a_reason() -> None:
 def test_hopper_kernels_are_for_hopper(architecture: int) -> None:
     """Another GPU has a reason for them alone, before anything of them is planned."""
     backend = CudaBackend(FakeRuntime(Gpu(architecture, 100)))
-    hopper = choice.by_name("hopper").capability
-    reason = backend.probe(hopper, torch.device("cuda", 0))
-    assert reason is not None
-    assert reason.code == "arch"
-    assert f"9.0, this is sm_{architecture}" in reason.sentence
-    assert all(
-        k.refuses(Gpu(architecture, 100)) is None
-        for k in choice.KERNELS
-        if k.capability is not hopper
-    )
+    for kernel in choice.KERNELS:
+        if not kernel.capability.kernel.startswith("hopper"):
+            assert kernel.refuses(Gpu(architecture, 100)) is None
+            continue
+        reason = backend.probe(kernel.capability, torch.device("cuda", 0))
+        assert reason is not None
+        assert reason.code == "arch"
+        assert f"9.0, this is sm_{architecture}" in reason.sentence
 
 
 def test_hopper_comes_after_decode_and_before_the_rest() -> None:
@@ -487,14 +489,18 @@ def matmul() -> Iterator[Any]:
 def test_tf32_where_torch_allows_it(matmul: Any) -> None:
     """fp32 products are exact to fp32 unless torch is told that they need not be."""
     fake = FakeRuntime(Gpu(80, 108))
-    backend = CudaBackend(fake)
-    found = []
+    backend, tensors = CudaBackend(fake), operands()
     for allowed in ("ieee", "tf32", "ieee"):
         matmul.fp32_precision = allowed
-        run(backend, operands())
-        found.append({step.specialisation.variant.precision for step, _ in fake.calls})
+        on_gpu = SimpleNamespace(dtype=torch.float32, is_cuda=True)
+        problem = describe(tensors, PLAIN)._replace(tf32=allows_tf32(on_gpu))
+        backend.forward(problem, "tiled", tensors)
+        ((step, _),) = fake.calls
         fake.calls.clear()
-    assert found == [{"ieee"}, {"tf32"}, {"ieee"}]
+        assert step.specialisation.variant.precision == allowed
+    matmul.fp32_precision = "tf32"
+    assert not describe(tensors, PLAIN).tf32
+    assert not allows_tf32(SimpleNamespace(dtype=torch.float16, is_cuda=True))
 
 
 # What is compiled

@@ -92,6 +92,7 @@ class Problem(NamedTuple):
     mask_grad: bool
     aligned: bool  # every operand starts on a 16-byte boundary
     deterministic: bool  # torch asked for deterministic algorithms
+    tf32: bool = False  # torch allows TF32 in products of these operands
 
     @property
     def batch(self) -> int:
@@ -184,6 +185,14 @@ def default_scale(head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 
 
+def allows_tf32(query: Tensor) -> bool:
+    """TF32 is for fp32 operands on CUDA, and only where torch is told to allow it."""
+    if query.dtype is not torch.float32 or not query.is_cuda:
+        return False
+    precision: str = torch.backends.cuda.matmul.fp32_precision
+    return precision == "tf32"
+
+
 def describe(
     tensors: Tensors,
     options: Options,
@@ -217,4 +226,5 @@ def describe(
         mask_grad,
         pointers % 16 == 0,
         torch.are_deterministic_algorithms_enabled(),
+        allows_tf32(query),
     )

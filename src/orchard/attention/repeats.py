@@ -11,7 +11,7 @@ from torch._C import _get_deterministic_algorithms, _is_any_autocast_enabled
 from torch.autograd import forward_ad
 
 from orchard.attention.observers import is_observed
-from orchard.attention.problem import Problem
+from orchard.attention.problem import Problem, allows_tf32
 
 Kind = tuple[Hashable, ...]
 _NUMBERS = frozenset({NoneType, float, int})  # a bool equals a number, and is not allowed as one
@@ -72,13 +72,14 @@ def kind_of(
         layout,
         bool(return_lse),
         backend,
+        allows_tf32(query),
         _get_deterministic_algorithms(),
     )
 
 
 def fits(kind: Kind, problem: Problem) -> bool:
-    """Whether the call of this kind still poses the problem: a flag of torch's is any thread's."""
-    return kind[-1] == problem.deterministic
+    """Whether the call of this kind still poses the problem: flags of torch's are any thread's."""
+    return kind[-2:] == (problem.tf32, problem.deterministic)
 
 
 def _look(tensor: Tensor) -> Hashable:

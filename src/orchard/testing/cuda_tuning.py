@@ -188,7 +188,7 @@ class Workbench:
         return self._run(plan, exercise.tensors, saved, upstream)
 
     def _setting(self, trials: Trials) -> Setting:
-        return Setting(self.runtime.gpu(self.device), tf32=False, trials=trials)
+        return Setting(self.runtime.gpu(self.device), trials=trials)
 
     def _run(self, plan: Any, *given: Any) -> Callable[[], Any]:
         def call() -> Any:

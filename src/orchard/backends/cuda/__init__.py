@@ -28,10 +28,9 @@ _LEAST_BLOCK = 16
 _LEAST_ARCHITECTURE = 80
 
 
-# What a plan depends on: the problem, the kernel, and whether TF32 is allowed. Plain tuples, which
-# every call makes one of.
-ForwardCall = tuple[Problem, str, bool]
-BackwardCall = tuple[BackwardKind, str, bool]
+# A plan is of a problem and a kernel: plain tuples, which every call makes one of.
+ForwardCall = tuple[Problem, str]
+BackwardCall = tuple[BackwardKind, str]
 
 
 class CudaBackend(Backend):
@@ -85,17 +84,16 @@ class CudaBackend(Backend):
     def forward(self, problem: Problem, kernel: str, tensors: Tensors) -> Saved:
         runtime = self._runtime or self._open()
         with runtime.on(problem.device):
-            plan = self._forwards[problem, kernel, _allows_tf32(problem)]
+            plan = self._forwards[problem, kernel]
             saved: Saved = plan.run(runtime, tensors)
         return saved
 
     def prepare(self, problem: Problem, kernel: str) -> Callable[[Tensors], Saved]:
-        # TF32 may be allowed from now on, or no longer; a copy does not lie as the query does.
-        if problem.dtype is torch.float32 or kernel == "packed":
+        if kernel == "packed":  # what is made of a copy does not lie as the query does
             return super().prepare(problem, kernel)
         runtime, device = self._runtime or self._open(), problem.device
         with runtime.on(device):
-            run = self._forwards[problem, kernel, False].run
+            run = self._forwards[problem, kernel].run
 
         def forward(tensors: Tensors) -> Saved:
             with runtime.on(device):
@@ -111,25 +109,20 @@ class CudaBackend(Backend):
         by_lse = None if upstream.lse is None else upstream.lse.stride()
         kind = BackwardKind(problem, saved.out.stride(), saved.lse.stride(), by_lse)
         with runtime.on(problem.device):
-            plan = self._backwards[kind, kernel, _allows_tf32(problem)]
+            plan = self._backwards[kind, kernel]
             grads: Gradients = plan.run(runtime, tensors, saved, upstream)
         return grads
 
     def _plan_forward(self, call: ForwardCall) -> Any:
-        problem, kernel, tf32 = call
+        problem, kernel = call
         if is_empty(problem):
             return plan_empty_forward(problem)
-        setting = Setting(self._open().gpu(problem.device), tf32)
+        setting = Setting(self._open().gpu(problem.device))
         return choice.by_name(kernel).forward(problem, setting)
 
     def _plan_backward(self, call: BackwardCall) -> Any:
-        kind, kernel, tf32 = call
+        kind, kernel = call
         if is_empty(kind.problem):
             return plan_empty_backward(kind.problem)
-        setting = Setting(self._open().gpu(kind.problem.device), tf32)
+        setting = Setting(self._open().gpu(kind.problem.device))
         return choice.by_name(kernel).backward(kind, setting)
-
-
-def _allows_tf32(problem: Problem) -> bool:
-    """TF32 is for fp32 operands, and only where torch is told to allow it."""
-    return problem.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"

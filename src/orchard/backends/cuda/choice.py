@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from orchard.attention.problem import Problem, Stage
-from orchard.backends.cuda import hopper_plan
+from orchard.backends.cuda import hopper_fp32_plan, hopper_plan
 from orchard.backends.cuda.launch import (
     BackwardKind,
     Packed,
@@ -60,6 +60,26 @@ _HOPPER = Capability(
     dropout=True,
     lse=True,
     lse_grad=True,
+    size_limit=_SIZE_LIMIT,
+    deterministic=True,
+)
+
+
+_HOPPER_FP32 = Capability(
+    "hopper_fp32",
+    _DEVICES,
+    (torch.float32,),
+    stages=("forward",),
+    max_head_dim=hopper_plan.HEAD_TILES[-1],
+    other_value_dim=True,
+    grouped_heads=True,
+    masks=("bool",),
+    mask_dtypes=(torch.bool,),
+    bands=("causal", "bottom_right", "window"),
+    mask_with_band=True,
+    dropout=True,
+    lse=True,
+    unaligned_rows=True,
     size_limit=_SIZE_LIMIT,
     deterministic=True,
 )
@@ -148,6 +168,10 @@ def _plan_hopper_forward(problem: Problem, setting: Setting) -> hopper_plan.Forw
     return hopper_plan.plan_forward(problem, setting.gpu.processors)
 
 
+def _plan_hopper_fp32(problem: Problem, setting: Setting) -> hopper_fp32_plan.Plan:
+    return hopper_fp32_plan.plan(problem, setting.gpu.processors)
+
+
 def _plan_hopper_backward(kind: BackwardKind, setting: Setting) -> hopper_plan.BackwardPlan:
     return hopper_plan.plan_backward(kind, setting)
 
@@ -171,6 +195,7 @@ KERNELS = (
         _plan_hopper_backward,
         refuses=_not_hopper,
     ),
+    Kernel(_HOPPER_FP32, hopper_fp32_plan.reasons, _plan_hopper_fp32, refuses=_not_hopper),
     Kernel(_general("packed"), _packed_reasons, _plan_packed_forward, _plan_packed_backward),
     Kernel(_general("tiled"), _no_reasons, plan_forward, plan_backward),
 )

@@ -197,7 +197,7 @@ def _produce(schedule, terms, query, key, value, mask, queries, keys, values, ma
 
 
 @gluon.jit
-def _mask_tile(consumer, rows, tile):
+def loaded_mask_tile(consumer, rows, tile):
     work = consumer.work
     TILE: gl.constexpr = work.TILE
     found = gl.to_tensor(0)
@@ -254,7 +254,7 @@ def _added_fade(top, origin, unit, base):
 
 
 @gluon.jit
-def _softmax(consumer, rows, products, mask_tile, tile, top, total):
+def softmax(consumer, rows, products, mask_tile, tile, top, total):
     """Weights of a tile, the new top and total, and what earlier sums are multiplied by."""
     work = consumer.work
     terms = consumer.terms
@@ -288,7 +288,7 @@ def _softmax(consumer, rows, products, mask_tile, tile, top, total):
 
 
 @gluon.jit
-def _faded(sums, fade):
+def faded(sums, fade):
     ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     return sums * gl.expand_dims(gl.convert_layout(fade, ROW, assert_trivial=True), 1)
 
@@ -301,13 +301,13 @@ def _plain_tile(consumer, rows, step, state, tile):
     query = rows.query
     TILE: gl.constexpr = consumer.work.TILE
     D: gl.constexpr = query.shape[1]
-    mask_tile = _mask_tile(consumer, rows, tile)
+    mask_tile = loaded_mask_tile(consumer, rows, tile)
     products = consumer.begin_scores(rows, step)
     mask_tile = consumer.remaining_mask(step, mask_tile)
     products = warpgroup_mma_wait(0, deps=[products])
     consumer.release_scores(step)
-    weights, top, total, fade = _softmax(consumer, rows, products, mask_tile, tile, top, total)
-    sums = _faded(sums, fade)
+    weights, top, total, fade = softmax(consumer, rows, products, mask_tile, tile, top, total)
+    sums = faded(sums, fade)
     left = operand(weights.to(query.dtype), D)
     values.wait(step)
     sums = warpgroup_mma(left, values.tile(step, [TILE, D]), sums, is_async=True)
@@ -324,7 +324,7 @@ def _pipelined_tile(consumer, rows, step, state, tile):
     query = rows.query
     TILE: gl.constexpr = consumer.work.TILE
     D: gl.constexpr = query.shape[1]
-    mask_tile = _mask_tile(consumer, rows, tile)
+    mask_tile = loaded_mask_tile(consumer, rows, tile)
     products = consumer.begin_scores(rows, step + 1)
     values.wait(step)
     sums = warpgroup_mma(left, values.tile(step, [TILE, D]), sums, is_async=True)
@@ -332,10 +332,10 @@ def _pipelined_tile(consumer, rows, step, state, tile):
     mask_tile = consumer.remaining_mask(step + 1, mask_tile)
     products = warpgroup_mma_wait(1, deps=[products])
     consumer.release_scores(step + 1)
-    weights, top, total, fade = _softmax(consumer, rows, products, mask_tile, tile, top, total)
+    weights, top, total, fade = softmax(consumer, rows, products, mask_tile, tile, top, total)
     sums, left = warpgroup_mma_wait(0, deps=[sums, left])
     values.release(step)
-    return _faded(sums, fade), top, total, operand(weights.to(query.dtype), D)
+    return faded(sums, fade), top, total, operand(weights.to(query.dtype), D)
 
 
 @gluon.jit
@@ -350,13 +350,13 @@ def _attend(consumer, rows, step, begin, end):
     top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     total = gl.full([ROWS], 0.0, gl.float32, ROW)
     if consumer.PIPELINED:
-        mask_tile = _mask_tile(consumer, rows, end - 1)
+        mask_tile = loaded_mask_tile(consumer, rows, end - 1)
         products = consumer.begin_scores(rows, step)
         consumer.pass_turn()
         mask_tile = consumer.remaining_mask(step, mask_tile)
         products = warpgroup_mma_wait(0, deps=[products])
         consumer.release_scores(step)
-        weights, top, total, _ = _softmax(consumer, rows, products, mask_tile, end - 1, top, total)
+        weights, top, total, _ = softmax(consumer, rows, products, mask_tile, end - 1, top, total)
         state = sums, top, total, operand(weights.to(query.dtype), D)
         for index in range(1, end - begin):
             state = _pipelined_tile(consumer, rows, step, state, end - 1 - index)
@@ -379,7 +379,7 @@ def _attend(consumer, rows, step, begin, end):
 
 
 @gluon.jit
-def _lse(terms, top, total):
+def lse_of(terms, top, total):
     """The natural logarithm of the sum of exponentials; -inf for an empty row."""
     if terms.MASK == ADDITIVE:
         result = top + gl.log2(total) * LN_2
@@ -422,7 +422,7 @@ def _consume(consumer, schedule, out, lse, queries):
             part = gl.where(total == 0.0, 0.0, 1.0 / total)
             if terms.DROPOUT:
                 part = part * terms.keep_scale
-            query.store(_faded(sums, part).to(query.dtype))
+            query.store(faded(sums, part).to(query.dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(
                 out, [batch, head, first_row, 0], queries.buffers.index(slot % queries.STAGES)
@@ -431,7 +431,7 @@ def _consume(consumer, schedule, out, lse, queries):
                 row = first_row + gl.arange(0, ROWS, layout=top.type.layout)
                 plane = (batch * work.heads + head).to(gl.int64)
                 places = lse + plane * work.rows + row
-                gl.store(places, _lse(terms, top, total), mask=row < work.rows)
+                gl.store(places, lse_of(terms, top, total), mask=row < work.rows)
             tma.store_wait(pendings=0)
         else:
             step = consumer.release(step, tile_end - tile_begin)

@@ -35,7 +35,7 @@ PLAIN_ROWS = 64  # rows of a program of the kernels before and after a backward
 _PADDING = 128  # rows of the statistics are padded to whole tiles
 _FURTHEST = 2**30  # a bound of the band that excludes nothing, and can be added to a row
 _LOG2_E = 1.4426950408889634
-_KNOWN_PROBLEMS = 4096
+KNOWN_PROBLEMS = 4096
 KNOWN_ADDRESSES = 64  # of the tensors of a plan: an allocator gives out the same few again
 _WIDE = 16  # bytes of a wide load
 
@@ -349,19 +349,19 @@ def specialise_forward(
         low=low is not None,
         high=high is not None,
         tail=problem.key_length % config.keys != 0,
-        dynamic=_row_tiles(problem, config.consumers) >= _DYNAMIC_TURNS * processors,
+        dynamic=takes_tiles(problem, config.consumers, processors),
         mask_tiles=_mask_geometry(problem) is not None,
         lse=problem.lse or problem.grad,
-        terms=_terms(problem),
+        terms=terms_of(problem),
         config=config,
     )
 
 
 def _forward_config(problem: Problem, processors: int) -> ForwardConfig:
-    tile, terms = _head_tile(problem), _terms(problem)
+    tile, terms = _head_tile(problem), terms_of(problem)
     plain = terms.mask == "none" and not terms.dropout
     accumulated = _accumulates(problem)
-    many = _row_tiles(problem, _THREE.consumers) >= _DYNAMIC_TURNS * processors
+    many = takes_tiles(problem, _THREE.consumers, processors)
     if tile == 64 and many and (plain or (accumulated and not terms.dropout)):
         short = problem.options.band is not None and problem.query_length <= _SHORT_BAND
         return _FOUR if short and plain else _THREE._replace(accumulated=accumulated)
@@ -384,9 +384,14 @@ def _accumulates(problem: Problem) -> bool:
     )
 
 
-def _row_tiles(problem: Problem, consumers: int) -> int:
+def row_tiles(problem: Problem, consumers: int) -> int:
     rows = WARPGROUP_ROWS * consumers
     return problem.batch * problem.heads * -(-problem.query_length // rows)
+
+
+def takes_tiles(problem: Problem, consumers: int, processors: int) -> bool:
+    """Whether there are tiles of rows enough to take them from a counter."""
+    return row_tiles(problem, consumers) >= _DYNAMIC_TURNS * processors
 
 
 def plan_forward(
@@ -395,10 +400,10 @@ def plan_forward(
     """`config` is given where configurations are compared."""
     special = specialise_forward(problem, processors, config)
     kernel = _forward_kernel(special, problem.device)
-    planes, shape = problem.batch * problem.heads, _out_shape(problem)
+    shape = _out_shape(problem)
     geometries = *_operand_geometries(problem), Geometry.of(shape, problem.out_strides)
     described, terms = _describe(kernel, geometries), ScoreTerms.of(problem)
-    work = (*_sizes(problem), planes, _cohort(problem, special), *_band(problem))
+    work = work_of(problem, special.head_tile, special.dynamic, special.mask_tiles)
 
     def arguments(addresses: tuple[int, ...]) -> tuple[Any, ...]:
         pairs = zip(described, addresses, strict=True)
@@ -409,8 +414,8 @@ def plan_forward(
     return ForwardPlan(
         special,
         kernel,
-        min(_row_tiles(problem, special.config.consumers), processors),
-        _index(problem.device),
+        min(row_tiles(problem, special.config.consumers), processors),
+        index_of(problem.device),
         described,
         Place(shape, problem.out_strides, problem.dtype),
         dense(shape[:3]) if special.lse else None,
@@ -554,23 +559,19 @@ def specialise_backward(
         grad_lse=problem.lse,
         fused=not problem.deterministic,
         mask_tiles=_mask_geometry(problem) is not None,
-        terms=_terms(problem),
+        terms=terms_of(problem),
         config=config or (_SPLIT if problem.deterministic else _FUSED)[tile],
         rows=rows,
-        dynamic=problem.deterministic and _takes_tiles(problem, rows, processors),
+        dynamic=problem.deterministic and takes_tiles(problem, rows.consumers, processors),
     )
 
 
 def _rows_config(problem: Problem, processors: int) -> RowsConfig:
-    terms = _terms(problem)
+    terms = terms_of(problem)
     plain = terms.mask == "none" and not terms.dropout
     three = problem.deterministic and plain and _head_tile(problem) == 64
-    return _THREE_ROWS if three and _takes_tiles(problem, _THREE_ROWS, processors) else _ROWS
-
-
-def _takes_tiles(problem: Problem, rows: RowsConfig, processors: int) -> bool:
-    """Whether there are tiles of rows enough to take them from a counter."""
-    return _row_tiles(problem, rows.consumers) >= _DYNAMIC_TURNS * processors
+    many = takes_tiles(problem, _THREE_ROWS.consumers, processors)
+    return _THREE_ROWS if three and many else _ROWS
 
 
 def plan_backward(
@@ -586,7 +587,7 @@ def plan_backward(
     padded = -(-problem.query_length // _PADDING) * _PADDING
     programs = planes * -(-problem.query_length // PLAIN_ROWS)
     if not special.fused:
-        programs = min(_row_tiles(problem, special.rows.consumers), processors)
+        programs = min(row_tiles(problem, special.rows.consumers), processors)
     kernels, shape = _backward_kernels(special, problem.device), _out_shape(problem)
     query, key, value = (
         following(shape, strides, problem.dtype) for shape, strides in problem.operands.values()
@@ -606,7 +607,7 @@ def plan_backward(
             key_planes * -(-problem.key_length // KEY_BLOCK),
             programs,
         ),
-        _index(problem.device),
+        index_of(problem.device),
         _describe(kernels.keys, keys),
         () if special.fused else _describe(kernels.last, (*given, by_query)),
         Known(lambda strides: Geometry.of(shape, strides).steps),
@@ -617,7 +618,7 @@ def plan_backward(
         sums,
         _sizes(problem),
         (key_planes, _key_cohort(problem, special)),
-        (planes, _row_cohort(problem, special)),
+        (planes, _cohort(problem, special.head_tile, special.dynamic, mask_tiles=False)),
         _band(problem),
         (problem.head_dim, problem.value_dim),
         problem.options.scale,
@@ -627,7 +628,7 @@ def plan_backward(
     )
 
 
-@functools.lru_cache(_KNOWN_PROBLEMS)
+@functools.lru_cache(KNOWN_PROBLEMS)
 def _forward_kernel(special: ForwardSpecialisation, device: torch.device) -> Kernel:
     from orchard.backends.cuda.hopper_source import Kernel, forward_source
 
@@ -635,7 +636,7 @@ def _forward_kernel(special: ForwardSpecialisation, device: torch.device) -> Ker
         return Kernel(forward_source(special))
 
 
-@functools.lru_cache(_KNOWN_PROBLEMS)
+@functools.lru_cache(KNOWN_PROBLEMS)
 def _backward_kernels(special: BackwardSpecialisation, device: torch.device) -> _Kernels:
     from orchard.backends.cuda import hopper_source
     from orchard.backends.cuda.hopper_source import Kernel
@@ -646,7 +647,7 @@ def _backward_kernels(special: BackwardSpecialisation, device: torch.device) -> 
         return _Kernels(*(Kernel(source(special)) for source in sources))
 
 
-def _terms(problem: Problem) -> TermsSpecialisation:
+def terms_of(problem: Problem) -> TermsSpecialisation:
     options, mask = problem.options, problem.mask
     terms = TermsSpecialisation(options.softcap != 0.0, dropout=options.threshold != 0)
     if mask is None:
@@ -687,22 +688,25 @@ def _sizes(problem: Problem) -> tuple[int, int, int, int]:
     return problem.query_length, problem.key_length, heads, heads // problem.kv_heads
 
 
-def _cohort(problem: Problem, special: ForwardSpecialisation | BackwardSpecialisation) -> int:
+def work_of(
+    problem: Problem, head_tile: int, dynamic: bool, mask_tiles: bool = False
+) -> tuple[int, ...]:
+    """Sizes, planes and their cohort, and the band."""
+    cohort = _cohort(problem, head_tile, dynamic, mask_tiles)
+    return (*_sizes(problem), problem.batch * problem.heads, cohort, *_band(problem))
+
+
+def _cohort(problem: Problem, head_tile: int, dynamic: bool, mask_tiles: bool) -> int:
     """Planes worked on side by side. Under a band, where tiles differ in length and the longest are
     to come first: all where tiles are dealt out, else as many as the cache holds the keys of."""
     planes = problem.batch * problem.heads
-    if problem.options.band is None and not special.mask_tiles:
+    if problem.options.band is None and not mask_tiles:
         return 1
-    if not special.dynamic:
+    if not dynamic:
         return planes
     group = problem.heads // problem.kv_heads
-    plane_bytes = 2 * problem.key_length * special.head_tile * problem.dtype.itemsize
+    plane_bytes = 2 * problem.key_length * head_tile * problem.dtype.itemsize
     return max(1, min(planes, group * _CACHE_SHARE // plane_bytes))
-
-
-def _row_cohort(problem: Problem, special: BackwardSpecialisation) -> int:
-    """The same of a kernel of dQ apart."""
-    return _cohort(problem, special._replace(mask_tiles=False))
 
 
 def _key_cohort(problem: Problem, special: BackwardSpecialisation) -> int:
@@ -722,7 +726,7 @@ def _band(problem: Problem) -> tuple[int, int]:
     )
 
 
-def _index(device: torch.device) -> int:
+def index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 

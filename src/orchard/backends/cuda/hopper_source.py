@@ -14,6 +14,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from orchard.backends.cuda import hopper_fp32_plan
 from orchard.backends.cuda.hopper_backward import (
     backward_kernel,
     grad_query_kernel,
@@ -21,6 +22,7 @@ from orchard.backends.cuda.hopper_backward import (
     statistics_kernel,
 )
 from orchard.backends.cuda.hopper_forward import forward_kernel
+from orchard.backends.cuda.hopper_fp32 import fp32_kernel
 from orchard.backends.cuda.hopper_plan import (
     KEY_BLOCK,
     KNOWN_ADDRESSES,
@@ -208,6 +210,32 @@ def forward_source(special: ForwardSpecialisation) -> Source:
         divisors.pop("mask", None)
     constants |= flags | {"MASK_TILES": special.mask_tiles}
     return Source(forward_kernel, types, constants, divisors | {"lse": _WIDE})
+
+
+def fp32_source(special: hopper_fp32_plan.Specialisation) -> Source:
+    config = special.config
+    operands = ("query", "key", "value", "out")
+    strides = [f"{name}_{axis}" for name in operands for axis in ("batch", "head", "row")]
+    types = {**dict.fromkeys((*operands, "lse"), "*fp32"), "counter": "*i32"}
+    types |= dict.fromkeys(strides, "i64") | dict.fromkeys(("head_dim", "value_dim"), "i32")
+    terms, divisors, flags = _terms(special.terms)
+    divisors |= dict.fromkeys(("out", "lse"), _WIDE)
+    if special.wide:
+        divisors |= dict.fromkeys(operands, _WIDE)
+        divisors |= dict.fromkeys((*strides, "head_dim", "value_dim"), _WIDE // 4)
+    constants = {
+        "WIDTHS": special.widths,
+        "PADDED": special.padded,
+        "TILE": config.keys,
+        "STAGES": config.stages,
+        "REGISTERS": config.registers,
+        "DYNAMIC": special.dynamic,
+        "LOW": special.low,
+        "HIGH": special.high,
+        "TAIL": special.tail,
+        "LSE": special.lse,
+    }
+    return Source(fp32_kernel, types | _SHAPE | terms, constants | flags, divisors)
 
 
 def statistics_source(special: BackwardSpecialisation) -> Source:

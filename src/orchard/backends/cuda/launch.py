@@ -43,7 +43,6 @@ class Setting(NamedTuple):
     """What a plan depends on beside the problem."""
 
     gpu: Gpu
-    tf32: bool  # torch allows it for products of fp32 operands
     trials: Mapping[Role, Config] | None = None  # configs to try in the place of the tables'
 
     def config(self, problem: Problem, role: Role) -> Config:
@@ -215,7 +214,7 @@ def plan_forward(problem: Problem, setting: Setting) -> Forward:
         problem,
         "general_forward.attention_forward",
         (*_operand_strides(problem), Strides(*out.strides)),
-        _variant(problem, config, setting)._replace(lse=lse is not None),
+        _variant(problem, config)._replace(lse=lse is not None),
         config,
         programs=_row_blocks(problem, config),
     )
@@ -228,7 +227,7 @@ def plan_decode(problem: Problem, setting: Setting) -> Decode:
     key_blocks = blocks(problem.key_length, config.keys)
     per_split = blocks(key_blocks, tuning.splits(problem, setting.gpu, config.keys))
     splits = blocks(key_blocks, per_split)
-    variant = _variant(problem, config, setting)._replace(lse=lse is not None, split=splits > 1)
+    variant = _variant(problem, config)._replace(lse=lse is not None, split=splits > 1)
     step = _step(
         problem,
         "decode.attention_splits",
@@ -269,7 +268,7 @@ def plan_backward(kind: BackwardKind, setting: Setting) -> Backward:
     ) -> Step:
         config = setting.config(problem, role)
         writes = gradient.summed if gradient and gradient.writer == role else "none"
-        variant = _variant(problem, config, setting)._replace(mask_grad=writes, **parts)
+        variant = _variant(problem, config)._replace(mask_grad=writes, **parts)
         kernel, count = f"general_backward.attention_{role}", programs(problem, config)
         return _step(problem, kernel, strides, variant, config, integers=integers, programs=count)
 
@@ -337,7 +336,7 @@ def _step(
     )
 
 
-def _variant(problem: Problem, config: Config, setting: Setting) -> Variant:
+def _variant(problem: Problem, config: Config) -> Variant:
     options, mask = problem.options, problem.mask
     low, high = options.band or (None, None)
     kind = mask.kind if mask is not None else "none"
@@ -349,7 +348,7 @@ def _variant(problem: Problem, config: Config, setting: Setting) -> Variant:
         head_block(problem.head_dim),
         head_block(problem.value_dim),
         exact=problem.dtype == torch.float32,
-        precision="tf32" if setting.tf32 else config.precision,
+        precision="tf32" if problem.tf32 else config.precision,
         mask=kind,
         low=low is not None,
         high=high is not None,
