@@ -3,6 +3,7 @@
 Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T are already the left operands of
 dV = P^T dO and dK = dS^T Q. Two consumers own 64 keys each. Fused, they exchange dS through shared
 memory and add dQ = dS K to an fp32 buffer by TMA; its order of additions varies from run to run.
+So it may where programs share the rows of a block, and add up what they have of dK and dV.
 """
 
 import triton
@@ -20,6 +21,7 @@ from triton.language.core import _aggregate as aggregate
 
 from orchard.backends.cuda.hopper_common import (
     LOG2_E,
+    NUMBER,
     ROWS,
     Ring,
     Work,
@@ -32,25 +34,30 @@ from orchard.backends.cuda.hopper_common import (
     tma_reduce_add,
     within,
 )
+from orchard.backends.cuda.hopper_plan import COUNTER, SPAN_ELEMENTS
 from orchard.backends.cuda.hopper_terms import Terms, kept_less_all, philox_key, positive
 
 _KEYS = gl.constexpr(128)  # of a block
 _BOTH_CONSUMERS = gl.constexpr("bar.sync 9, 256;")
 _COLUMNS = gl.constexpr(16)  # that are cleared at a time
 _MASK_STAGES = gl.constexpr(2)  # of 64 rows each
+_EARLY_ELEMENTS = gl.constexpr(512)  # of dQ that are converted at a time, four by each thread
+_SPAN_ELEMENTS = gl.constexpr(SPAN_ELEMENTS)
+_COUNTER = gl.constexpr(COUNTER)
+_ADDED = gl.constexpr("cp.async.bulk.wait_group 0;")  # what this thread gave to TMA is in memory
 
 
 @triton.jit
 def statistics_kernel(
-    out, grad_out, lse, grad_lse, scaled_lse, delta, grad_query_sums,
-    rows, padded_rows, heads, head_dim, value_dim,
+    out, grad_out, lse, grad_lse, scaled_lse, delta, grad_query_sums, further,
+    rows, padded_rows, heads, head_dim, value_dim, further_count,
     out_batch, out_head, out_row,
     grad_batch, grad_head, grad_row,
     lse_batch, lse_head, lse_row,
     grad_lse_batch, grad_lse_head, grad_lse_row,
     HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr, GRAD_LSE: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """delta = out . grad_out - grad_lse and lse in units of log 2; zeros for the sums of dQ.
+    """delta = out . grad_out - grad_lse and lse in units of log 2; zeros for all sums.
 
     Empty rows and the padding get lse = +inf, so that their probabilities are 0.
     """
@@ -80,24 +87,84 @@ def statistics_kernel(
         sums_at = grad_query_sums + (plane * rows + row)[:, None] * head_dim + column
         zeros = tl.zeros([BLOCK, HEAD_TILE], tl.float32)
         tl.store(sums_at, zeros, mask=inside[:, None] & (column < head_dim))
+        first = tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_TILE)
+        further_at = first + tl.arange(0, BLOCK * HEAD_TILE)
+        nothing = tl.zeros([BLOCK * HEAD_TILE], tl.float32)
+        tl.store(further + further_at, nothing, mask=further_at < further_count)
 
 
 @triton.jit
 def grad_query_kernel(
-    sums, grad_query, rows, heads, head_dim, scale,
+    sums, taken, grad_query, rows, heads, head_dim, scale,
     grad_batch, grad_head, grad_row,
-    HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """The sums of dQ, scaled, in the dtype and strides of the gradient."""
+    """The sums of dQ, scaled, in the dtype and strides of the gradient: rows not yet `Early`."""
     blocks = tl.cdiv(rows, BLOCK)
     plane = (tl.program_id(0) // blocks).to(tl.int64)
     row = ((tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
     column = tl.arange(0, HEAD_TILE)[None, :]
-    valid = (row < rows) & (column < head_dim)
+    valid = (row < rows) & (column < head_dim) & (row >= tl.load(taken + plane) * SPAN)
     total = tl.load(sums + (plane * rows + row) * head_dim + column, mask=valid, other=0.0)
     at = grad_query + (plane // heads) * grad_batch + (plane % heads) * grad_head
     at += row * grad_row + column
     tl.store(at, (total * scale).to(grad_query.dtype.element_ty), mask=valid)
+
+
+@aggregate
+class Share:
+    """A program's part of the rows of a block that several programs have.
+
+    Numbers that are needed in the end only are kept in shared memory: registers are too few.
+    """
+
+    begin: gl.tensor  # of the tiles of rows, in parts of all
+    end: gl.tensor
+    numbers: gl.shared_memory_descriptor  # address of the sums, how many share them
+    SHARED: gl.constexpr  # whether any block is
+
+    @gluon.constexpr_function
+    def __init__(self, begin, end, numbers, SHARED):
+        self.begin = begin
+        self.end = end
+        self.numbers = numbers
+        self.SHARED = gl.constexpr(SHARED)
+
+    @gluon.jit
+    def number(self, PLACE: gl.constexpr):
+        return gl.max(self.numbers.index(PLACE).load(NUMBER), axis=0)
+
+    @gluon.jit
+    def tell(self, PLACE: gl.constexpr, value):
+        self.numbers.index(PLACE).store(gl.full([1], 0, gl.int64, NUMBER) + value)
+
+    @gluon.jit
+    def joined(self, by_key, by_value, CONSUMER: gl.constexpr):
+        """Add to the sums. Who comes last has them all, and is told so."""
+        D: gl.constexpr = by_key.shape[1]
+        LAYOUT: gl.constexpr = product_layout(D)
+        parts = self.number(1)
+        address = self.number(0)
+        sums = address.to(gl.pointer_type(gl.float32), bitcast=True)
+        key = CONSUMER * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        column = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+        of_key = sums + gl.expand_dims(key * D, 1) + gl.expand_dims(column, 0)
+        of_value = of_key + _KEYS * D
+        gl.atomic_add(of_key, by_key, sem="relaxed")
+        gl.atomic_add(of_value, by_value, sem="relaxed")
+        named_barrier(_BOTH_CONSUMERS)
+        if CONSUMER == 0:
+            arrivals = (sums + 2 * _KEYS * D).to(gl.pointer_type(gl.int32), bitcast=True)
+            self.tell(2, gl.atomic_add(arrivals, 1, sem="acq_rel"))
+        # Fences, because the compiler may move plain accesses across the barrier.
+        fence_async_shared()
+        named_barrier(_BOTH_CONSUMERS)
+        fence_async_shared()
+        last = self.number(2) == parts - 1
+        if last:
+            by_key = gl.load(of_key, cache_modifier=".cg")
+            by_value = gl.load(of_value, cache_modifier=".cg")
+        return by_key, by_value, last
 
 
 @aggregate
@@ -116,17 +183,19 @@ class Block:
     spare: gl.tensor  # see Terms.probability
     padded_rows: gl.tensor
     terms: Terms
+    share: Share
     ROW_TILE: gl.constexpr
     LOW: gl.constexpr  # whether the band has a lower bound
     HIGH: gl.constexpr
     TAIL: gl.constexpr  # whether the last block of keys is not whole
+    GROUPED: gl.constexpr  # whether query heads share a key head
     EMPTY_ROWS: gl.constexpr  # whether some row may see no key
     FUSED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, rows, keys, heads, group, low, high, batch, kv_head, first_key, spare, padded_rows,
-        terms, ROW_TILE, LOW, HIGH, TAIL, EMPTY_ROWS, FUSED,
+        terms, share, ROW_TILE, LOW, HIGH, TAIL, GROUPED, EMPTY_ROWS, FUSED,
     ):  # fmt: skip
         self.rows = rows
         self.keys = keys
@@ -140,29 +209,30 @@ class Block:
         self.spare = spare
         self.padded_rows = padded_rows
         self.terms = terms
+        self.share = share
         self.ROW_TILE = gl.constexpr(ROW_TILE)
         self.LOW = gl.constexpr(LOW)
         self.HIGH = gl.constexpr(HIGH)
         self.TAIL = gl.constexpr(TAIL)
+        self.GROUPED = gl.constexpr(GROUPED)
         self.EMPTY_ROWS = gl.constexpr(EMPTY_ROWS)
         self.FUSED = gl.constexpr(FUSED)
 
     @gluon.jit
-    def begin(self):
-        """First tile of rows that see the block."""
-        tile = gl.to_tensor(0)
+    def span(self):
+        """The tiles of rows that see the block and are this program's: [begin, end), if any."""
+        begin = gl.to_tensor(0)
         if self.HIGH:
-            tile = gl.maximum(self.first_key - self.high, 0) // self.ROW_TILE
-        return tile
-
-    @gluon.jit
-    def end(self):
-        """Past the last tile of rows that see the block; may be before `begin`."""
+            begin = gl.maximum(self.first_key - self.high, 0) // self.ROW_TILE
         end = self.rows
         if self.LOW:
             last_key = gl.minimum(self.first_key + _KEYS, self.keys) - 1
             end = gl.maximum(gl.minimum(last_key - self.low + 1, self.rows), 0)
-        return gl.cdiv(end, self.ROW_TILE)
+        end = gl.cdiv(end, self.ROW_TILE)
+        if self.share.SHARED:
+            begin = self.share.begin
+            end = self.share.end
+        return begin, end
 
     @gluon.jit
     def clipped(self, weights, first_key, first_row):
@@ -293,8 +363,96 @@ class Shared:
             fence_async_shared()
 
 
+@gluon.constexpr_function
+def _early_layout(D):
+    """One warp has a row of 128 columns, or two of 64."""
+    return gl.BlockedLayout([1, 4], [128 // D, D // 4], [4, 1], [1, 0])
+
+
+@aggregate
+class Early:
+    """dQ of planes that are finished, from its sums, by the producer between its loads.
+
+    Rows are taken in spans; the kernel after this one does what nobody has taken.
+    """
+
+    sums: gl.tensor
+    grad_query: gl.tensor
+    batch_step: gl.tensor  # strides of the gradient
+    head_step: gl.tensor
+    row_step: gl.tensor
+    finished: gl.tensor  # blocks of each key plane
+    taken: gl.tensor  # spans of each plane
+    lag: gl.tensor  # how many key planes earlier one is likely to be finished
+    rows: gl.tensor
+    heads: gl.tensor
+    head_dim: gl.tensor
+    scale: gl.tensor
+    D: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, sums, grad_query, batch_step, head_step, row_step, finished, taken, lag,
+        rows, heads, head_dim, scale, D,
+    ):  # fmt: skip
+        self.sums = sums
+        self.grad_query = grad_query
+        self.batch_step = batch_step
+        self.head_step = head_step
+        self.row_step = row_step
+        self.finished = finished
+        self.taken = taken
+        self.lag = lag
+        self.rows = rows
+        self.heads = heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.D = gl.constexpr(D)
+
+    @gluon.jit
+    def planes(self, key_plane, group, blocks):
+        """The planes to convert, [begin, end): none where they are not finished."""
+        earlier = key_plane - self.lag
+        begin = gl.to_tensor(0)
+        end = gl.to_tensor(0)
+        done = gl.atomic_add(self.finished + gl.maximum(earlier, 0), 0, sem="acquire")
+        if (earlier >= 0) & (done == blocks):
+            begin = earlier * group
+            end = begin + group
+        return begin, end
+
+    @gluon.jit
+    def step(self, plane, end, row, row_end):
+        """Convert a few rows; where these were the last, take more the next time."""
+        SPAN: gl.constexpr = _SPAN_ELEMENTS // self.D
+        if row < row_end:
+            self.convert(plane, row)
+            row += _EARLY_ELEMENTS // self.D
+        elif plane < end:
+            row = gl.atomic_add(self.taken + plane, 1, sem="relaxed") * SPAN
+            row_end = gl.minimum(row + SPAN, self.rows)
+            if row >= self.rows:
+                plane += 1
+        return plane, row, row_end
+
+    @gluon.jit
+    def convert(self, plane, first_row):
+        LAYOUT: gl.constexpr = _early_layout(self.D)
+        row = first_row + gl.arange(0, _EARLY_ELEMENTS // self.D, layout=gl.SliceLayout(1, LAYOUT))
+        column = gl.arange(0, self.D, layout=gl.SliceLayout(0, LAYOUT))
+        inside = gl.expand_dims(row < self.rows, 1) & gl.expand_dims(column < self.head_dim, 0)
+        first = self.sums + plane.to(gl.int64) * self.rows * self.head_dim
+        offsets = gl.expand_dims(row * self.head_dim, 1) + gl.expand_dims(column, 0)
+        total = gl.load(first + offsets, mask=inside, other=0.0, cache_modifier=".cg")
+        batch = plane // self.heads
+        head = plane - batch * self.heads
+        to = self.grad_query + batch * self.batch_step + head * self.head_step
+        to += gl.expand_dims(row * self.row_step, 1) + gl.expand_dims(column, 0)
+        gl.store(to, (total * self.scale).to(self.grad_query.dtype.element_ty), mask=inside)
+
+
 @gluon.jit
-def _produce(block, shared, query, key, value, grad_out, mask, lse, delta):
+def _produce(block, shared, early, query, key, value, grad_out, mask, lse, delta):
     at = [block.batch, block.kv_head, block.first_key, 0]
     mbarrier.expect(shared.loaded, key.block_type.nbytes + value.block_type.nbytes)
     tma.async_copy_global_to_shared(key, at, shared.loaded, shared.keys)
@@ -303,10 +461,19 @@ def _produce(block, shared, query, key, value, grad_out, mask, lse, delta):
     HALVES: gl.constexpr = block.ROW_TILE // ROWS
     terms = block.terms
     step = 0
+    begin, end = block.span()
+    key_plane = block.batch * (block.heads // block.group) + block.kv_head
+    plane_early = gl.to_tensor(0)
+    plane_end = plane_early
+    row_early = plane_early
+    row_end = plane_early
+    if block.FUSED:
+        blocks = gl.cdiv(block.keys, _KEYS)
+        plane_early, plane_end = early.planes(key_plane, block.group, blocks)
     for member in range(block.group):
         head = block.kv_head * block.group + member
         plane = block.batch * block.heads + head
-        for tile in range(block.begin(), block.end()):
+        for tile in range(begin, end):
             row = tile * block.ROW_TILE
             stage = step % shared.queries.STAGES
             shared.queries.acquire(step, query.block_type.nbytes + STATISTICS)
@@ -326,6 +493,13 @@ def _produce(block, shared, query, key, value, grad_out, mask, lse, delta):
             )
             tma.async_copy_global_to_shared(delta, [plane, row], ready, shared.delta.index(stage))
             step += 1
+            if block.FUSED:
+                plane_early, row_early, row_end = early.step(
+                    plane_early, plane_end, row_early, row_end
+                )
+    if block.FUSED:
+        while row_early < row_end:
+            plane_early, row_early, row_end = early.step(plane_early, plane_end, row_early, row_end)
 
 
 @gluon.jit
@@ -355,8 +529,7 @@ def _consume_tiles(block, shared, sums, CONSUMER: gl.constexpr):
     by_key = gl.zeros([ROWS, D], gl.float32, product_layout(D))
     by_value = gl.zeros([ROWS, D], gl.float32, product_layout(D))
     mbarrier.wait(shared.loaded, 0)
-    begin = block.begin()
-    end = block.end()
+    begin, end = block.span()
     tile = begin
     plane = block.batch * block.heads + block.kv_head * block.group
     for step in range(block.group * gl.maximum(end - begin, 0)):
@@ -403,8 +576,9 @@ def _consume_tiles(block, shared, sums, CONSUMER: gl.constexpr):
         by_key, left = warpgroup_mma_wait(0, deps=[by_key, left])
         queries.release(step)
         tile += 1
-        plane += (tile == end).to(gl.int32)
-        tile = gl.where(tile == end, begin, tile)
+        if block.GROUPED:
+            plane += (tile == end).to(gl.int32)
+            tile = gl.where(tile == end, begin, tile)
     return by_key, by_value
 
 
@@ -456,8 +630,7 @@ def _consume_halves(block, shared, sums, CONSUMER: gl.constexpr):
     by_key = gl.zeros([ROWS, D], gl.float32, product_layout(D))
     by_value = gl.zeros([ROWS, D], gl.float32, product_layout(D))
     mbarrier.wait(shared.loaded, 0)
-    begin = block.begin()
-    end = block.end()
+    begin, end = block.span()
     tile = begin
     plane = block.batch * block.heads + block.kv_head * block.group
     for step in range(block.group * gl.maximum(end - begin, 0)):
@@ -525,23 +698,20 @@ def _consume_halves(block, shared, sums, CONSUMER: gl.constexpr):
             by_key, ds_0, ds_1 = warpgroup_mma_wait(0, deps=[by_key, ds_0, ds_1])
             queries.release(step)
         tile += 1
-        plane += (tile == end).to(gl.int32)
-        tile = gl.where(tile == end, begin, tile)
+        if block.GROUPED:
+            plane += (tile == end).to(gl.int32)
+            tile = gl.where(tile == end, begin, tile)
     return by_key, by_value
 
 
 @gluon.jit
-def _consume(block, shared, sums, grad_key, grad_value, grad_scale, CONSUMER: gl.constexpr):
+def _leave(
+    block, shared, by_key, by_value, grad_key, grad_value, grad_scale, CONSUMER: gl.constexpr
+):
+    """Store the gradients of the block, through the memory of its keys and values."""
     D: gl.constexpr = shared.keys.shape[3]
     DTYPE: gl.constexpr = shared.keys.dtype
-    if block.ROW_TILE == ROWS:
-        by_key, by_value = _consume_tiles(block, shared, sums, CONSUMER)
-    else:
-        by_key, by_value = _consume_halves(block, shared, sums, CONSUMER)
-    if block.terms.DROPOUT:
-        by_value = by_value * block.terms.keep_scale
-    # The gradients leave through the memory of keys and values, once nobody reads these.
-    named_barrier(_BOTH_CONSUMERS)
+    named_barrier(_BOTH_CONSUMERS)  # nobody reads these any more
     keys = shared.keys.reshape([_KEYS, D]).slice(CONSUMER * ROWS, ROWS, dim=0)
     values = shared.values.reshape([_KEYS, D]).slice(CONSUMER * ROWS, ROWS, dim=0)
     keys.store((by_key * grad_scale).to(DTYPE))
@@ -551,19 +721,71 @@ def _consume(block, shared, sums, grad_key, grad_value, grad_scale, CONSUMER: gl
     at = [block.batch, block.kv_head, block.first_key, 0]
     if CONSUMER == 0:
         tma.async_copy_shared_to_global(grad_key, at, shared.keys)
+        if block.FUSED:
+            finished = block.share.number(3).to(gl.pointer_type(gl.int32), bitcast=True)
+            gl.atomic_add(finished, 1, sem="release")
     else:
         tma.async_copy_shared_to_global(grad_value, at, shared.values)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
+def _consume(block, shared, sums, grad_key, grad_value, grad_scale, CONSUMER: gl.constexpr):
+    if block.ROW_TILE == ROWS:
+        by_key, by_value = _consume_tiles(block, shared, sums, CONSUMER)
+    else:
+        by_key, by_value = _consume_halves(block, shared, sums, CONSUMER)
+    if block.terms.DROPOUT:
+        by_value = by_value * block.terms.keep_scale
+    if block.FUSED:
+        named_barrier(_ADDED)
+    if block.share.SHARED:
+        last = gl.to_tensor(True)
+        if block.share.number(1) > 1:
+            by_key, by_value, last = block.share.joined(by_key, by_value, CONSUMER)
+        if last:
+            _leave(block, shared, by_key, by_value, grad_key, grad_value, grad_scale, CONSUMER)
+    else:
+        _leave(block, shared, by_key, by_value, grad_key, grad_value, grad_scale, CONSUMER)
+
+
+@gluon.jit
+def make_share(unshared, parts, sums, tiles, D: gl.constexpr, SHARED: gl.constexpr):
+    """The block of this program and its share of it: blocks from `unshared` on have `parts` each.
+
+    The sums of a block, [2, 128, D] and 0 at first, are followed by a counter.
+    """
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = gl.allocate_shared_memory(gl.int64, [4, 1], LAYOUT)
+    block = gl.program_id(0)
+    share = Share(gl.to_tensor(0), tiles, numbers, SHARED)
+    if SHARED:
+        beyond = gl.maximum(block - unshared, 0)
+        begin = gl.to_tensor(0)
+        end = tiles
+        count = gl.to_tensor(1)
+        if block >= unshared:
+            begin = tiles * (beyond % parts) // parts
+            end = tiles * (beyond % parts + 1) // parts
+            block = unshared + beyond // parts
+            count = parts
+        share = Share(begin, end, numbers, SHARED)
+        sums += (beyond // parts) * (2 * _KEYS * D + _COUNTER)
+        share.tell(0, sums.to(gl.int64, bitcast=True))
+        share.tell(1, count)
+    return block, share
+
+
+@gluon.jit
 def backward_kernel(
     query, key, value, grad_out, lse, delta, grad_key, grad_value, sums, spare, padded_rows,
+    shared_sums, unshared, parts,
+    sums_start, grad_query, grad_batch, grad_head, grad_row, finished, taken, lag, head_dim,
     rows, key_count, heads, group, planes, cohort, low, high,
     factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale, grad_scale,
     ROW_TILE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr, EMPTY_ROWS: gl.constexpr,
-    FUSED: gl.constexpr,
+    LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr, GROUPED: gl.constexpr,
+    EMPTY_ROWS: gl.constexpr, FUSED: gl.constexpr, SHARED: gl.constexpr,
     SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr,
     MASK_TILES: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -577,7 +799,7 @@ def backward_kernel(
     )  # fmt: skip
     blocks = gl.cdiv(key_count, _KEYS)
     # In a cohort of planes the first blocks come first: under a causal band they are the longest.
-    position = gl.program_id(0)
+    position, share = make_share(unshared, parts, shared_sums, gl.cdiv(rows, ROW_TILE), D, SHARED)
     cohort_blocks = cohort * blocks
     first_plane = (position // cohort_blocks) * cohort
     members = gl.minimum(cohort, planes - first_plane)
@@ -587,9 +809,15 @@ def backward_kernel(
     first_key = (inside // members) * _KEYS
     block = Block(
         rows, key_count, heads, group, low, high,
-        plane // kv_heads, plane % kv_heads, first_key, spare, padded_rows, terms,
-        ROW_TILE, LOW, HIGH, TAIL, EMPTY_ROWS, FUSED,
+        plane // kv_heads, plane % kv_heads, first_key, spare, padded_rows, terms, share,
+        ROW_TILE, LOW, HIGH, TAIL, GROUPED, EMPTY_ROWS, FUSED,
     )  # fmt: skip
+    early = Early(
+        sums_start, grad_query, grad_batch, grad_head, grad_row, finished, taken, lag,
+        rows, heads, head_dim, grad_scale, D,
+    )  # fmt: skip
+    if FUSED:
+        share.tell(3, (finished + plane).to(gl.int64, bitcast=True))
     SCORES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     queries = make_ring(
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROW_TILE, D], query.layout), STAGES, 2
@@ -621,7 +849,7 @@ def backward_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_produce, (block, shared, query, key, value, grad_out, mask, lse, delta)),
+            (_produce, (block, shared, early, query, key, value, grad_out, mask, lse, delta)),
             (_consume, (block, shared, sums, grad_key, grad_value, grad_scale, 0)),
             (_consume, (block, shared, sums, grad_key, grad_value, grad_scale, 1)),
         ],

@@ -10,7 +10,7 @@ from triton.language.core import _aggregate as aggregate
 ROWS = gl.constexpr(64)  # rows of a warpgroup, given by wgmma
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-_NUMBER = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of a tensor with one element
+NUMBER = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of a tensor with one element
 
 
 @builtin
@@ -316,7 +316,7 @@ class Schedule:
         """Producer: tell the consumers."""
         stage = turn % self.told.STAGES
         mbarrier.wait(self.told.free.index(stage), ((turn // self.told.STAGES) & 1) ^ 1)
-        number = gl.full([1], 0, gl.int32, _NUMBER) + position
+        number = gl.full([1], 0, gl.int32, NUMBER) + position
         self.told.buffers.index(stage).store(number)
         mbarrier.arrive(self.told.ready.index(stage), count=1)
 
@@ -324,7 +324,7 @@ class Schedule:
     def hear(self, turn):
         """Consumer: the tile of this turn."""
         self.told.wait(turn)
-        position = gl.max(self.told.buffers.index(turn % self.told.STAGES).load(_NUMBER), axis=0)
+        position = gl.max(self.told.buffers.index(turn % self.told.STAGES).load(NUMBER), axis=0)
         self.told.release(turn)
         return position
 

@@ -77,6 +77,9 @@ _KEY_COHORT = 4  # planes whose blocks of keys are worked on side by side under 
 _FUSED = {128: BackwardConfig(64, 2, 240), 64: BackwardConfig(128, 2, 240)}
 # Without dQ tiles of 64 rows serve D 64 as well, and spill nothing.
 _SPLIT = {128: _FUSED[128], 64: BackwardConfig(64, 4, 240)}
+SPAN_ELEMENTS = 2048  # of dQ that a program of the fused backward converts early, at a time
+COUNTER = 4  # elements: of programs that have added to the sums of a block, kept aligned
+_SHARING_COST = 4  # of a program that shares a block, in tiles of rows: its start and its sums
 _ROWS = RowsConfig(2, 2, 240)
 _THREE_ROWS = RowsConfig(3, 2, 160)  # has no registers for masks and Philox
 
@@ -132,6 +135,8 @@ class BackwardSpecialisation(NamedTuple):
     empty_rows: bool  # some row may see no key
     grad_lse: bool
     fused: bool
+    shared: bool  # programs share the last blocks of keys
+    grouped: bool  # query heads share a key head
     mask_tiles: bool  # tiles of the mask come by TMA
     terms: TermsSpecialisation
     config: BackwardConfig
@@ -426,6 +431,51 @@ def plan_forward(
     )
 
 
+class Shares(NamedTuple):
+    """How many programs have a block of keys: one has each of the first, several each of the rest.
+
+    Blocks are as many turns of all processors as they are, rounded up; their last one is cut.
+    """
+
+    blocks: int
+    unshared: int
+    parts: int  # programs of each of the others
+
+    @classmethod
+    def of(cls, blocks: int, tiles: int, group: int, processors: int) -> Shares:
+        """For blocks of so many tiles of rows in each of a group's heads."""
+        rest = blocks % processors
+
+        def cost(parts: int) -> float:
+            turns = -(-rest * parts // processors)
+            return turns * (group * tiles / parts + (_SHARING_COST if parts > 1 else 0))
+
+        parts = min(range(1, tiles + 1), key=cost) if rest else 1
+        return cls(blocks, blocks - rest if parts > 1 else blocks, parts)
+
+    @property
+    def programs(self) -> int:
+        return self.unshared + (self.blocks - self.unshared) * self.parts
+
+
+class Sums(NamedTuple):
+    """fp32 memory of a fused backward, all of it 0 at first. Places are counted in elements."""
+
+    place: Place
+    of_keys: int  # where dK and dV of shared blocks begin; those of dQ come first
+    finished: int  # counters, of blocks of each key plane
+    taken: int  # of spans of rows of each plane whose dQ is converted early
+
+    @classmethod
+    def of(cls, problem: Problem, shares: Shares) -> Sums:
+        planes = problem.batch * problem.heads
+        of_keys = planes * problem.query_length * problem.head_dim
+        block = 2 * KEY_BLOCK * _head_tile(problem) + COUNTER
+        finished = of_keys + (shares.blocks - shares.unshared) * block
+        taken = finished + problem.batch * problem.kv_heads
+        return cls(dense((taken + planes,)), of_keys, finished, taken)
+
+
 class _Kernels(NamedTuple):
     statistics: Kernel
     keys: Kernel
@@ -446,8 +496,10 @@ class BackwardPlan(NamedTuple):
     grad_query_steps: tuple[int, ...]
     places: tuple[Place, Place, Place]  # of the gradients of query, key and value
     statistic: Place
-    sums: Place
+    sums: Sums
+    lag: int  # key planes after which one is likely to be finished
     sizes: tuple[int, int, int, int]
+    shares: Shares
     key_order: tuple[int, int]  # planes and cohort of the kernel of keys
     row_order: tuple[int, int]
     band: tuple[int, int]
@@ -462,7 +514,7 @@ class BackwardPlan(NamedTuple):
     ) -> Gradients:
         device = tensors.query.device
         grad_query, grad_key, grad_value = (place.allocate(device) for place in self.places)
-        sums = self.sums.allocate(device) if self.special.fused else None
+        sums = self.sums.place.allocate(device) if self.special.fused else None
         special, kernels = self.special.fitting(tensors.mask), self.kernels
         if special is not self.special:
             kernels = _backward_kernels(special, device)
@@ -483,11 +535,14 @@ class BackwardPlan(NamedTuple):
         results = grad_key, grad_value, lse if sums is None else sums
         of_mask = self.mask if special.mask_tiles else None
         scale = self.scale * self.terms.dropout[1]
+        sums_start, of_keys, finished, taken = self._addresses(sums)
         kernels.keys(
             self.programs[1],
             self.device,
             *_descriptors(self.keys, (*given, lse, delta, *results)),
-            *(spare.data_ptr(), self.statistic.shape[1]),
+            *(spare.data_ptr(), self.statistic.shape[1], of_keys, *self.shares[1:]),
+            *(sums_start, grad_query.data_ptr(), *self.grad_query_steps),
+            *(finished, taken, self.lag, self.dims[0]),
             *(*self.sizes, *self.key_order, *self.band),
             *(*self.terms.arguments(*tensors[3:], of_mask), scale),
         )
@@ -495,7 +550,7 @@ class BackwardPlan(NamedTuple):
             kernels.last(
                 self.programs[2],
                 self.device,
-                *(sums.data_ptr(), grad_query.data_ptr()),
+                *(sums_start, taken, grad_query.data_ptr()),
                 *(self.sizes[0], self.sizes[2], self.dims[0], scale),
                 *self.grad_query_steps,
             )
@@ -513,6 +568,13 @@ class BackwardPlan(NamedTuple):
             )
         return Gradients(grad_query, grad_key, grad_value, by_mask)
 
+    def _addresses(self, sums: Tensor | None) -> tuple[int, ...]:
+        """Of the sums of dQ, those of shared blocks, and the counters."""
+        if sums is None:
+            return 0, 0, 0, 0
+        start = sums.data_ptr()
+        return start, *(start + place * sums.element_size() for place in self.sums[1:])
+
     def _padded(self, known: Tensor, filling: float) -> Tensor:
         """Numbers of rows, [B, H, rows], as whole tiles of them."""
         missing = self.statistic.shape[1] - known.shape[2]
@@ -526,12 +588,14 @@ class BackwardPlan(NamedTuple):
         lse, delta = self.statistic.allocate(device), self.statistic.allocate(device)
         out = _as_written(saved.out, tensors.query)
         grad_lse = saved.lse if upstream.lse is None else upstream.lse
-        used = out, upstream.out, saved.lse, grad_lse, lse, delta, lse if sums is None else sums
+        used = out, upstream.out, saved.lse, grad_lse, lse, delta
         self.kernels.statistics(
             self.programs[0],
             self.device,
             *(tensor.data_ptr() for tensor in used),
+            *self._addresses(sums)[:2],
             *(self.sizes[0], self.statistic.shape[1], self.sizes[2], *self.dims),
+            self.sums.place.shape[0] - self.sums.of_keys,
             *self.out_steps[out.stride()],
             *self.grad_out_steps,
             *saved.lse.stride(),
@@ -549,6 +613,7 @@ def specialise_backward(
     low, high = problem.options.band or (None, None)
     tile = _head_tile(problem)
     rows = rows or _rows_config(problem, processors)
+    config = config or (_SPLIT if problem.deterministic else _FUSED)[tile]
     return BackwardSpecialisation(
         problem.dtype,
         tile,
@@ -558,12 +623,23 @@ def specialise_backward(
         empty_rows=_may_have_empty_rows(problem),
         grad_lse=problem.lse,
         fused=not problem.deterministic,
+        shared=_shares(problem, config, processors).parts > 1,
+        grouped=problem.heads != problem.kv_heads,
         mask_tiles=_mask_geometry(problem) is not None,
         terms=terms_of(problem),
-        config=config or (_SPLIT if problem.deterministic else _FUSED)[tile],
+        config=config,
         rows=rows,
         dynamic=problem.deterministic and takes_tiles(problem, rows.consumers, processors),
     )
+
+
+def _shares(problem: Problem, config: BackwardConfig, processors: int) -> Shares:
+    """Blocks are shared where sums may be added in any order and all blocks are equally long."""
+    blocks = problem.batch * problem.kv_heads * -(-problem.key_length // KEY_BLOCK)
+    if problem.deterministic or problem.options.band is not None:
+        return Shares(blocks, blocks, 1)
+    tiles = -(-problem.query_length // config.rows)
+    return Shares.of(blocks, tiles, problem.heads // problem.kv_heads, processors)
 
 
 def _rows_config(problem: Problem, processors: int) -> RowsConfig:
@@ -588,12 +664,14 @@ def plan_backward(
     programs = planes * -(-problem.query_length // PLAIN_ROWS)
     if not special.fused:
         programs = min(row_tiles(problem, special.rows.consumers), processors)
+    shares = _shares(problem, special.config, processors)
     kernels, shape = _backward_kernels(special, problem.device), _out_shape(problem)
     query, key, value = (
         following(shape, strides, problem.dtype) for shape, strides in problem.operands.values()
     )
     statistic = dense((planes, padded))
     sums = dense((planes, problem.query_length, problem.head_dim))
+    cohort = _key_cohort(problem, special)
     by_query, by_key, by_value = (Geometry.of(*place[:2]) for place in (query, key, value))
     grad_out = Geometry.of(shape, problem.grad_strides or ())
     given = *_operand_geometries(problem), grad_out
@@ -604,7 +682,7 @@ def plan_backward(
         kernels,
         (
             planes * (padded // PLAIN_ROWS),
-            key_planes * -(-problem.key_length // KEY_BLOCK),
+            shares.programs,
             programs,
         ),
         index_of(problem.device),
@@ -615,9 +693,11 @@ def plan_backward(
         by_query.steps,
         (query, key, value),
         statistic,
-        sums,
+        Sums.of(problem, shares),
+        cohort * (1 + -(-processors // (cohort * -(-problem.key_length // KEY_BLOCK)))),
         _sizes(problem),
-        (key_planes, _key_cohort(problem, special)),
+        shares,
+        (key_planes, cohort),
         (planes, _cohort(problem, special.head_tile, special.dynamic, mask_tiles=False)),
         _band(problem),
         (problem.head_dim, problem.value_dim),

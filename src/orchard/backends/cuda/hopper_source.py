@@ -27,6 +27,7 @@ from orchard.backends.cuda.hopper_plan import (
     KEY_BLOCK,
     KNOWN_ADDRESSES,
     PLAIN_ROWS,
+    SPAN_ELEMENTS,
     WARPGROUP_ROWS,
     BackwardSpecialisation,
     Described,
@@ -245,7 +246,9 @@ def statistics_source(special: BackwardSpecialisation) -> Source:
     grad_lse_strides = ("grad_lse_batch", "grad_lse_head", "grad_lse_row")
     types = {"out": pointer, "grad_out": pointer}
     types |= dict.fromkeys(("lse", "grad_lse", "scaled_lse", "delta", "grad_query_sums"), "*fp32")
+    types |= {"further": "*fp32"}
     types |= dict.fromkeys(("rows", "padded_rows", "heads", "head_dim", "value_dim"), "i32")
+    types |= {"further_count": "i64"}
     types |= dict.fromkeys((*strides, *lse_strides, *grad_lse_strides), "i64")
     pointers = ("out", "grad_out", "scaled_lse", "delta", "grad_query_sums")
     divisors = dict.fromkeys(pointers, _WIDE)
@@ -269,6 +272,10 @@ def keys_source(special: BackwardSpecialisation) -> Source:
     types |= {"lse": statistics, "delta": statistics, "grad_key": block, "grad_value": block}
     types |= {"sums": tile_type("fp32", (1, WARPGROUP_ROWS, 64))}
     types |= {"spare": "*fp32", "padded_rows": "i32"}
+    types |= {"shared_sums": "*fp32", "unshared": "i32", "parts": "i32", "sums_start": "*fp32"}
+    steps = ("grad_batch", "grad_head", "grad_row")
+    types |= {"grad_query": f"*{_TYPES[special.dtype]}", **dict.fromkeys(steps, "i64")}
+    types |= {"finished": "*i32", "taken": "*i32", "lag": "i32", "head_dim": "i32"}
     terms, divisors, flags = _terms(special.terms)
     types |= _SHAPE | terms | {"grad_scale": "fp32"}
     constants = {
@@ -280,7 +287,11 @@ def keys_source(special: BackwardSpecialisation) -> Source:
         "TAIL": special.tail,
         "EMPTY_ROWS": special.empty_rows,
         "FUSED": special.fused,
+        "SHARED": special.shared,
+        "GROUPED": special.grouped,
     }
+    divisors |= {"sums_start": _WIDE, "grad_query": _WIDE}
+    divisors |= dict.fromkeys((*steps, "head_dim"), 8)
     if special.mask_tiles:
         types["mask"] = _tile(special.dtype, WARPGROUP_ROWS, KEY_BLOCK)
         divisors.pop("mask", None)
@@ -312,12 +323,16 @@ def rows_source(special: BackwardSpecialisation) -> Source:
 
 def sums_source(special: BackwardSpecialisation) -> Source:
     """dQ from its fp32 sums, after a fused backward."""
-    types = {"sums": "*fp32", "grad_query": f"*{_TYPES[special.dtype]}"}
+    types = {"sums": "*fp32", "taken": "*i32", "grad_query": f"*{_TYPES[special.dtype]}"}
     types |= {"rows": "i32", "heads": "i32", "head_dim": "i32", "scale": "fp32"}
     strides = ("grad_batch", "grad_head", "grad_row")
     types |= dict.fromkeys(strides, "i64")
     divisors = {"sums": _WIDE, "grad_query": _WIDE, **dict.fromkeys((*strides, "head_dim"), 8)}
-    constants = {"HEAD_TILE": special.head_tile, "BLOCK": PLAIN_ROWS}
+    constants = {
+        "HEAD_TILE": special.head_tile,
+        "BLOCK": PLAIN_ROWS,
+        "SPAN": SPAN_ELEMENTS // special.head_tile,
+    }
     return Source(grad_query_kernel, types, constants, divisors)
 
 
