@@ -174,7 +174,59 @@ def test_a_fused_backward_scales_dq_after_all_programs(
     kind = BackwardKind(problem, (), (), None)
     plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS)))
     assert (plan.special.config.rows, plan.special.dynamic) == (rows, False)
-    assert plan.programs[1:] == (4 * 32 * 32, 4 * 32 * 64)
+    assert plan.programs[1:] == (plan.shares.programs, 4 * 32 * 64)
+    assert plan.shares.blocks == 4 * 32 * 32
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 33, 131, 132, 133, 264, 1000, 2048, 4096])
+@pytest.mark.parametrize("tiles", [1, 2, 8, 64, 256])
+def test_shares_never_take_longer_than_whole_blocks(blocks: int, tiles: int) -> None:
+    """Counted in tiles of rows."""
+    shares = hopper_plan.Shares.of(blocks, tiles, PROCESSORS)
+    shared = blocks - shares.unshared
+    assert shares.blocks == blocks
+    assert 1 <= shares.parts <= tiles
+    assert (shared > 0) == (shares.parts > 1)
+    assert shares.programs == shares.unshared + shared * shares.parts
+    if shared:
+        assert shares.unshared % PROCESSORS == 0
+        last = -(-shared * shares.parts // PROCESSORS) * -(-tiles // shares.parts)
+        whole = -(-blocks // PROCESSORS) * tiles
+        assert shares.unshared // PROCESSORS * tiles + last <= whole
+
+
+def test_shares_have_to_save_enough() -> None:
+    """2048 blocks are 15.5 turns of 132 processors: 16 without shares, then 15 and 3 fifths."""
+    assert hopper_plan.Shares.of(2048, 64, 132) == (2048, 15 * 132, 5)
+    assert hopper_plan.Shares.of(2048, 64, 132, 0.1) == (2048, 2048, 1)
+    assert hopper_plan.Shares.of(60, 64, 132, 0.1) == (60, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "shared"), [(16, 128, True), (8, 128, False), (16, 64, False)]
+)
+def test_large_backwards_are_shared_where_that_kernel_is_faster(
+    kv_heads: int, head_dim: int, shared: bool
+) -> None:
+    key = torch.empty(4, kv_heads, 4096, head_dim, dtype=torch.bfloat16, device="meta")
+    query = torch.empty(4, 16, 4096, head_dim, dtype=torch.bfloat16, device="meta")
+    tensors = Tensors(query, key, key)
+    problem = describe(tensors, Options(0.125), stage="backward", grad_out=query)
+    special = hopper_plan.specialise_backward(problem, PROCESSORS)
+    assert (special.shared, special.rotated) == (shared, shared)
+    assert special.grouped == (kv_heads == 8)
+
+
+@pytest.mark.parametrize(
+    ("band", "deterministic"), [(Band(None, 0), False), (Band(-100, None), False), (None, True)]
+)
+def test_blocks_are_whole_where_they_differ_or_order_counts(
+    band: Band | None, deterministic: bool
+) -> None:
+    problem = pose((1, 4, 2048, 128), stage="backward", band=band)
+    assert hopper_plan.specialise_backward(pose((1, 4, 2048, 128), stage="backward"), 132).shared
+    special = hopper_plan.specialise_backward(problem._replace(deterministic=deterministic), 132)
+    assert not special.shared
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -394,11 +446,11 @@ def test_a_backward_is_launched_with_its_tensors(
     kernels = hopper_plan._Kernels(RecordedKernel(), RecordedKernel(), RecordedKernel())
     monkeypatch.setattr(hopper_plan, "_backward_kernels", lambda special, device: kernels)
     monkeypatch.setattr(hopper_plan, "index_of", lambda device: 0)
-    tensors = numbered(2, 4, 256, 64)
-    grad_out = torch.empty(2, 256, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    tensors = numbered(2, 2, 2048, 64)
+    grad_out = torch.empty(2, 2048, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
     problem = describe(tensors, Options(0.125), stage="backward", grad_out=grad_out, grad=True)
     problem = problem._replace(deterministic=deterministic)
-    saved = Saved(torch.empty_like(tensors.query), torch.empty(2, 4, 256))
+    saved = Saved(torch.empty_like(tensors.query), torch.empty(2, 2, 2048))
     kind = BackwardKind(problem, saved.out.stride(), saved.lse.stride(), None)
     plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS)))
     grads = plan.run(None, tensors, saved, Upstream(grad_out, None))
@@ -408,7 +460,7 @@ def test_a_backward_is_launched_with_its_tensors(
         *(saved.out.data_ptr(), grad_out.data_ptr()),
         *(saved.lse.data_ptr(), saved.lse.data_ptr()),
     )
-    assert statistics[12:18] == (*saved.out.stride()[:3], *grad_out.stride()[:3])
+    assert statistics[14:20] == (*saved.out.stride()[:3], *grad_out.stride()[:3])
     for place, tensor in enumerate((*tensors[:3], grad_out)):
         assert keys[3 * place : 3 * place + 3] == (place, tensor.data_ptr(), tensor.stride())
     lse, delta = statistics[4:6]
@@ -418,9 +470,16 @@ def test_a_backward_is_launched_with_its_tensors(
     if deterministic:
         assert last[12:15] == (4, grads.query.data_ptr(), grads.query.stride())
         assert last[15:19] == (lse, lse, delta, 0)
+        assert keys[29:33] == (0, 64, 1, 0)
     else:
-        assert (keys[25], last[0]) == (statistics[6], statistics[6])
-        assert last[1] == grads.query.data_ptr()
+        sums, further, count = *statistics[6:8], statistics[13]
+        shared = 64 * (2 * 128 * 64 + hopper_plan.COUNTER)
+        assert (further - sums, count) == (4 * 4 * 2048 * 64, shared + 4 + 4)
+        assert (keys[25], keys[29:33]) == (sums, (further, 0, 2, sums))
+        assert keys[33:37] == (grads.query.data_ptr(), *grads.query.stride()[:3])
+        finished, taken = further + 4 * shared, further + 4 * (shared + 4)
+        assert keys[37:41] == (finished, taken, plan.lag, 64)
+        assert last[:3] == (sums, taken, grads.query.data_ptr())
         assert last[-3:] == grads.query.stride()[:3]
 
 
@@ -487,7 +546,7 @@ def test_a_backward_with_an_added_mask(
     keys, last = kernels.keys.launches[0], kernels.last.launches[0]
     assert (keys[13], keys[16]) == (lse.data_ptr(), delta.data_ptr())
     assert keys[27:29] == (spare.data_ptr(), 256)
-    masked = keys[39:42] if offset == 0 else keys[39:40]
+    masked = keys[51:54] if offset == 0 else keys[51:52]
     assert masked[0] == (9 if offset == 0 else mask.data_ptr())
     assert offset or masked[1:] == (mask.data_ptr(), (200 * 208, 200, 208, 1))
     if deterministic:

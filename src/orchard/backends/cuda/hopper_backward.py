@@ -191,11 +191,12 @@ class Block:
     GROUPED: gl.constexpr  # whether query heads share a key head
     EMPTY_ROWS: gl.constexpr  # whether some row may see no key
     FUSED: gl.constexpr
+    ROTATED: gl.constexpr  # whether blocks begin with different rows; not where grouped
 
     @gluon.constexpr_function
     def __init__(
         self, rows, keys, heads, group, low, high, batch, kv_head, first_key, spare, padded_rows,
-        terms, share, ROW_TILE, LOW, HIGH, TAIL, GROUPED, EMPTY_ROWS, FUSED,
+        terms, share, ROW_TILE, LOW, HIGH, TAIL, GROUPED, EMPTY_ROWS, FUSED, ROTATED,
     ):  # fmt: skip
         self.rows = rows
         self.keys = keys
@@ -217,6 +218,7 @@ class Block:
         self.GROUPED = gl.constexpr(GROUPED)
         self.EMPTY_ROWS = gl.constexpr(EMPTY_ROWS)
         self.FUSED = gl.constexpr(FUSED)
+        self.ROTATED = gl.constexpr(ROTATED)
 
     @gluon.jit
     def span(self):
@@ -233,6 +235,23 @@ class Block:
             begin = self.share.begin
             end = self.share.end
         return begin, end
+
+    @gluon.jit
+    def start(self, begin, end):
+        """The tile to begin with; where blocks are rotated, another one in each."""
+        start = begin
+        if self.ROTATED:
+            start = begin + (end - begin) * (self.first_key // _KEYS) // gl.cdiv(self.keys, _KEYS)
+        return start
+
+    @gluon.jit
+    def after(self, tile, begin, end):
+        """The tile after this one, and whether the next head begins with it."""
+        tile += 1
+        over = tile == end
+        if self.GROUPED or self.ROTATED:
+            tile = gl.where(over, begin, tile)
+        return tile, over
 
     @gluon.jit
     def clipped(self, weights, first_key, first_row):
@@ -473,8 +492,10 @@ def _produce(block, shared, early, query, key, value, grad_out, mask, lse, delta
     for member in range(block.group):
         head = block.kv_head * block.group + member
         plane = block.batch * block.heads + head
-        for tile in range(begin, end):
+        tile = block.start(begin, end)
+        for _ in range(end - begin):
             row = tile * block.ROW_TILE
+            tile, _ = block.after(tile, begin, end)
             stage = step % shared.queries.STAGES
             shared.queries.acquire(step, query.block_type.nbytes + STATISTICS)
             ready = shared.queries.ready.index(stage)
@@ -513,11 +534,31 @@ def _add_to_query(shared, sums, product, coordinates, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
+def _first_scores(keys, queries, steps, ROW_TILE: gl.constexpr, FIRST: gl.constexpr):
+    """Scores of 64 keys and of 64 rows of the first tile, if there is one."""
+    D: gl.constexpr = keys.shape[1]
+    if steps > 0:
+        queries.wait(0)
+    rows = queries.tile(0, [ROW_TILE, D]).slice(FIRST, ROWS, dim=0)
+    return warpgroup_mma_wait(0, deps=[multiply(keys, rows)])
+
+
+@gluon.jit
+def _next_tile(queries, step, steps, SHAPE: gl.constexpr):
+    """The tile after this one, once it has come; after the last itself, to no purpose."""
+    following = gl.minimum(step + 1, steps - 1)
+    queries.wait(following)
+    return queries.tile(following, SHAPE)
+
+
+@gluon.jit
 def _consume_tiles(block, shared, sums, CONSUMER: gl.constexpr):
     """dK and dV of 64 keys: tiles of 64 rows, dQ split by columns."""
     D: gl.constexpr = shared.keys.shape[3]
     gl.static_assert(D == 128 or not block.FUSED)  # half of 64 columns is no tile of the sums
     HALF: gl.constexpr = D // 2
+    # Scores of the next tile beside the sums of this one: with D 128 registers are too few.
+    AHEAD: gl.constexpr = D == 64
     DTYPE: gl.constexpr = shared.keys.dtype
     ROW: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
     queries = shared.queries
@@ -530,21 +571,26 @@ def _consume_tiles(block, shared, sums, CONSUMER: gl.constexpr):
     by_value = gl.zeros([ROWS, D], gl.float32, product_layout(D))
     mbarrier.wait(shared.loaded, 0)
     begin, end = block.span()
-    tile = begin
+    tile = block.start(begin, end)
     plane = block.batch * block.heads + block.kv_head * block.group
-    for step in range(block.group * gl.maximum(end - begin, 0)):
+    steps = block.group * gl.maximum(end - begin, 0)
+    if AHEAD:
+        products = _first_scores(keys, queries, steps, ROWS, 0)
+    for step in range(steps):
         row = tile * ROWS
         query = queries.tile(step, [ROWS, D])
         grad = grads.tile(step, [ROWS, D])
-        queries.wait(step)
-        products = multiply(keys, query)
+        if not AHEAD:
+            queries.wait(step)
+            products = multiply(keys, query)
         lse = shared.row_values(shared.lse, step, 0, ROW)
         grads.wait(step)
         if block.EMPTY_ROWS:
             shared.clear_empty_rows(grad, lse, 0)
         by_weight = multiply(values, grad)
         mask = block.mask_tile(shared.masks, step, first_key, row, plane, CONSUMER)
-        products = warpgroup_mma_wait(1, deps=[products])
+        if not AHEAD:
+            products = warpgroup_mma_wait(1, deps=[products])
         block.release_mask(shared.masks, step)
         weights, sources = block.weights(products, mask, lse, first_key, row, plane)
         left = operand(weights.to(DTYPE), D)
@@ -573,19 +619,22 @@ def _consume_tiles(block, shared, sums, CONSUMER: gl.constexpr):
             _add_to_query(shared, sums, by_query, [plane, row, CONSUMER * HALF], CONSUMER)
         else:
             by_key = warpgroup_mma(left, query, by_key, is_async=True)
-        by_key, left = warpgroup_mma_wait(0, deps=[by_key, left])
+        if AHEAD:
+            products = multiply(keys, _next_tile(queries, step, steps, [ROWS, D]))
+            by_key, left, products = warpgroup_mma_wait(0, deps=[by_key, left, products])
+        else:
+            by_key, left = warpgroup_mma_wait(0, deps=[by_key, left])
         queries.release(step)
-        tile += 1
+        tile, over = block.after(tile, begin, end)
         if block.GROUPED:
-            plane += (tile == end).to(gl.int32)
-            tile = gl.where(tile == end, begin, tile)
+            plane += over.to(gl.int32)
     return by_key, by_value
 
 
 @gluon.jit
 def _half_weights(
     block, shared, products, grad, by_value, step, row, plane,
-    CONSUMER: gl.constexpr, HALF: gl.constexpr, PENDING: gl.constexpr,
+    CONSUMER: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Weights of 64 of a tile's 128 rows; their product with grad_out is begun."""
     ROW: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
@@ -593,7 +642,6 @@ def _half_weights(
     first_row = row + HALF * ROWS
     slot = step * 2 + HALF
     mask = block.mask_tile(shared.masks, slot, first_key, first_row, plane, CONSUMER)
-    products = warpgroup_mma_wait(PENDING, deps=[products])
     block.release_mask(shared.masks, slot)
     lse = shared.row_values(shared.lse, step, HALF * ROWS, ROW)
     weights, sources = block.weights(products, mask, lse, first_key, first_row, plane)
@@ -609,15 +657,18 @@ def _half_scores(
     ROW: gl.constexpr = gl.SliceLayout(0, by_weight.type.layout)
     delta = shared.row_values(shared.delta, step, HALF * ROWS, ROW)
     by_score = block.by_score(sources, by_weight, delta).to(query.dtype)
-    if block.FUSED:
-        exchanged.slice(HALF * ROWS, ROWS, dim=1).store(by_score)
+    exchanged.slice(HALF * ROWS, ROWS, dim=1).store(by_score)
     left = operand(by_score, query.shape[1])
     return left, warpgroup_mma(left, query, by_key, is_async=True)
 
 
 @gluon.jit
 def _consume_halves(block, shared, sums, CONSUMER: gl.constexpr):
-    """dK and dV of 64 keys: tiles of 128 rows in two halves, dQ split by rows."""
+    """dK and dV of 64 keys: tiles of 128 rows in two halves, dQ split by rows.
+
+    The next scores are begun before this dQ is stored, so that tensor cores do not wait.
+    """
+    gl.static_assert(block.FUSED)
     D: gl.constexpr = shared.keys.shape[3]
     # Philox takes registers: then one half comes after the other.
     SPARING: gl.constexpr = block.terms.DROPOUT
@@ -631,9 +682,13 @@ def _consume_halves(block, shared, sums, CONSUMER: gl.constexpr):
     by_value = gl.zeros([ROWS, D], gl.float32, product_layout(D))
     mbarrier.wait(shared.loaded, 0)
     begin, end = block.span()
-    tile = begin
+    tile = block.start(begin, end)
     plane = block.batch * block.heads + block.kv_head * block.group
-    for step in range(block.group * gl.maximum(end - begin, 0)):
+    steps = block.group * gl.maximum(end - begin, 0)
+    products_0 = _first_scores(keys, queries, steps, block.ROW_TILE, 0)
+    if not SPARING:
+        products_1 = _first_scores(keys, queries, steps, block.ROW_TILE, ROWS)
+    for step in range(steps):
         row = tile * block.ROW_TILE
         query = queries.tile(step, [block.ROW_TILE, D])
         grad = grads.tile(step, [block.ROW_TILE, D])
@@ -643,10 +698,6 @@ def _consume_halves(block, shared, sums, CONSUMER: gl.constexpr):
         grad_1 = grad.slice(ROWS, ROWS, dim=0)
         exchanged = shared.exchange.index(step % 2)
         own = exchanged.slice(CONSUMER * ROWS, ROWS, dim=0)
-        queries.wait(step)
-        products_0 = multiply(keys, query_0)
-        if not SPARING:
-            products_1 = multiply(keys, query_1)
         grads.wait(step)
         if block.EMPTY_ROWS:
             shared.clear_empty_rows(grad, shared.row_values(shared.lse, step, 0, ROW), 0)
@@ -654,7 +705,7 @@ def _consume_halves(block, shared, sums, CONSUMER: gl.constexpr):
         by_weight_0 = multiply(values, grad_0)
         sources_0, p_0, by_value = _half_weights(
             block, shared, products_0, grad_0, by_value, step, row, plane,
-            CONSUMER, 0, 1 if SPARING else 2,
+            CONSUMER, 0,
         )  # fmt: skip
         if SPARING:
             by_weight_0 = warpgroup_mma_wait(1, deps=[by_weight_0])
@@ -664,9 +715,11 @@ def _consume_halves(block, shared, sums, CONSUMER: gl.constexpr):
             products_1 = multiply(keys, query_1)
         # Only now: four products of 64x64 beside the sums would not fit into the registers.
         by_weight_1 = multiply(values, grad_1)
+        if SPARING:
+            products_1 = warpgroup_mma_wait(1, deps=[products_1])
         sources_1, p_1, by_value = _half_weights(
             block, shared, products_1, grad_1, by_value, step, row, plane,
-            CONSUMER, 1, 1 if SPARING else 3,
+            CONSUMER, 1,
         )  # fmt: skip
         if not SPARING:
             by_weight_0 = warpgroup_mma_wait(3, deps=[by_weight_0])
@@ -677,30 +730,31 @@ def _consume_halves(block, shared, sums, CONSUMER: gl.constexpr):
         ds_1, by_key = _half_scores(
             block, shared, sources_1, by_weight_1, query_1, by_key, own, step, 1
         )
-        if block.FUSED:
-            fence_async_shared()
+        fence_async_shared()
         by_value, p_0, p_1 = warpgroup_mma_wait(1 if SPARING else 2, deps=[by_value, p_0, p_1])
         grads.release(step)
-        if block.FUSED:
-            named_barrier(_BOTH_CONSUMERS)
-            by_query = warpgroup_mma(
-                exchanged.slice(CONSUMER * ROWS, ROWS, dim=1).permute((1, 0)),
-                all_keys,
-                gl.zeros([ROWS, D], gl.float32, product_layout(D)),
-                use_acc=False,
-                is_async=True,
-            )
-            by_key, ds_0, ds_1 = warpgroup_mma_wait(1, deps=[by_key, ds_0, ds_1])
-            queries.release(step)
-            by_query = warpgroup_mma_wait(0, deps=[by_query])
-            _add_to_query(shared, sums, by_query, [plane, row + CONSUMER * ROWS, 0], CONSUMER)
-        else:
-            by_key, ds_0, ds_1 = warpgroup_mma_wait(0, deps=[by_key, ds_0, ds_1])
-            queries.release(step)
-        tile += 1
+        named_barrier(_BOTH_CONSUMERS)
+        by_query = warpgroup_mma(
+            exchanged.slice(CONSUMER * ROWS, ROWS, dim=1).permute((1, 0)),
+            all_keys,
+            gl.zeros([ROWS, D], gl.float32, product_layout(D)),
+            use_acc=False,
+            is_async=True,
+        )
+        by_key, ds_0, ds_1 = warpgroup_mma_wait(1, deps=[by_key, ds_0, ds_1])
+        queries.release(step)
+        following = _next_tile(queries, step, steps, [block.ROW_TILE, D])
+        products_0 = multiply(keys, following.slice(0, ROWS, dim=0))
+        if not SPARING:
+            products_1 = multiply(keys, following.slice(ROWS, ROWS, dim=0))
+        by_query = warpgroup_mma_wait(1 if SPARING else 2, deps=[by_query])
+        _add_to_query(shared, sums, by_query, [plane, row + CONSUMER * ROWS, 0], CONSUMER)
+        products_0 = warpgroup_mma_wait(0, deps=[products_0])
+        if not SPARING:
+            products_1 = warpgroup_mma_wait(0, deps=[products_1])
+        tile, over = block.after(tile, begin, end)
         if block.GROUPED:
-            plane += (tile == end).to(gl.int32)
-            tile = gl.where(tile == end, begin, tile)
+            plane += over.to(gl.int32)
     return by_key, by_value
 
 
@@ -785,7 +839,7 @@ def backward_kernel(
     factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale, grad_scale,
     ROW_TILE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr, GROUPED: gl.constexpr,
-    EMPTY_ROWS: gl.constexpr, FUSED: gl.constexpr, SHARED: gl.constexpr,
+    EMPTY_ROWS: gl.constexpr, FUSED: gl.constexpr, SHARED: gl.constexpr, ROTATED: gl.constexpr,
     SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr,
     MASK_TILES: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -810,7 +864,7 @@ def backward_kernel(
     block = Block(
         rows, key_count, heads, group, low, high,
         plane // kv_heads, plane % kv_heads, first_key, spare, padded_rows, terms, share,
-        ROW_TILE, LOW, HIGH, TAIL, GROUPED, EMPTY_ROWS, FUSED,
+        ROW_TILE, LOW, HIGH, TAIL, GROUPED, EMPTY_ROWS, FUSED, ROTATED,
     )  # fmt: skip
     early = Early(
         sums_start, grad_query, grad_batch, grad_head, grad_row, finished, taken, lag,

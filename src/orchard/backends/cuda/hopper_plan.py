@@ -79,6 +79,9 @@ _FUSED = {128: BackwardConfig(64, 2, 240), 64: BackwardConfig(128, 2, 240)}
 _SPLIT = {128: _FUSED[128], 64: BackwardConfig(64, 4, 240)}
 SPAN_ELEMENTS = 2048  # of dQ that a program of the fused backward converts early, at a time
 COUNTER = 4  # elements: of programs that have added to the sums of a block, kept aligned
+# What shares must save of a backward's time. The kernel for D 128 whose blocks are shared, and then
+# begin with different rows, is the faster one by itself.
+_LEAST_SAVING = 0.1
 _SHARING_COST = 4  # of a program that shares a block, in tiles of rows: its start and its sums
 _ROWS = RowsConfig(2, 2, 240)
 _THREE_ROWS = RowsConfig(3, 2, 160)  # has no registers for masks and Philox
@@ -137,6 +140,7 @@ class BackwardSpecialisation(NamedTuple):
     fused: bool
     shared: bool  # programs share the last blocks of keys
     grouped: bool  # query heads share a key head
+    rotated: bool  # blocks begin with different rows
     mask_tiles: bool  # tiles of the mask come by TMA
     terms: TermsSpecialisation
     config: BackwardConfig
@@ -442,15 +446,17 @@ class Shares(NamedTuple):
     parts: int  # programs of each of the others
 
     @classmethod
-    def of(cls, blocks: int, tiles: int, group: int, processors: int) -> Shares:
-        """For blocks of so many tiles of rows in each of a group's heads."""
-        rest = blocks % processors
+    def of(cls, blocks: int, tiles: int, processors: int, saving: float = 0.0) -> Shares:
+        """For blocks that take so many tiles of rows, where this part of the time is saved."""
+        turns, rest = divmod(blocks, processors)
 
-        def cost(parts: int) -> float:
-            turns = -(-rest * parts // processors)
-            return turns * (group * tiles / parts + (_SHARING_COST if parts > 1 else 0))
+        def time(parts: int) -> float:
+            last = tiles / parts + (_SHARING_COST if parts > 1 else 0)
+            return turns * tiles + -(-rest * parts // processors) * last
 
-        parts = min(range(1, tiles + 1), key=cost) if rest else 1
+        parts = min(range(1, tiles + 1), key=time)
+        if time(parts) >= (1 - saving) * time(1):
+            parts = 1
         return cls(blocks, blocks - rest if parts > 1 else blocks, parts)
 
     @property
@@ -614,6 +620,8 @@ def specialise_backward(
     tile = _head_tile(problem)
     rows = rows or _rows_config(problem, processors)
     config = config or (_SPLIT if problem.deterministic else _FUSED)[tile]
+    shared = _shares(problem, config, processors).parts > 1
+    grouped = problem.heads != problem.kv_heads
     return BackwardSpecialisation(
         problem.dtype,
         tile,
@@ -623,8 +631,9 @@ def specialise_backward(
         empty_rows=_may_have_empty_rows(problem),
         grad_lse=problem.lse,
         fused=not problem.deterministic,
-        shared=_shares(problem, config, processors).parts > 1,
-        grouped=problem.heads != problem.kv_heads,
+        shared=shared,
+        grouped=grouped,
+        rotated=shared and tile == 128 and not grouped,
         mask_tiles=_mask_geometry(problem) is not None,
         terms=terms_of(problem),
         config=config,
@@ -639,7 +648,8 @@ def _shares(problem: Problem, config: BackwardConfig, processors: int) -> Shares
     if problem.deterministic or problem.options.band is not None:
         return Shares(blocks, blocks, 1)
     tiles = -(-problem.query_length // config.rows)
-    return Shares.of(blocks, tiles, problem.heads // problem.kv_heads, processors)
+    always = _head_tile(problem) == 128 and problem.heads == problem.kv_heads
+    return Shares.of(blocks, tiles, processors, 0.0 if always else _LEAST_SAVING)
 
 
 def _rows_config(problem: Problem, processors: int) -> RowsConfig:

@@ -289,6 +289,7 @@ def keys_source(special: BackwardSpecialisation) -> Source:
         "FUSED": special.fused,
         "SHARED": special.shared,
         "GROUPED": special.grouped,
+        "ROTATED": special.rotated,
     }
     divisors |= {"sums_start": _WIDE, "grad_query": _WIDE}
     divisors |= dict.fromkeys((*steps, "head_dim"), 8)
