@@ -114,8 +114,8 @@ KERNELS = {
     "fp32, D 64": (lambda: fp32(64), 0),
     "fp32, D 64, window, tail, padded": (lambda: fp32(40, band=WINDOW, keys=4000), 0),
     "fp32, D 64, dropout": (lambda: fp32(64, dropout=True), 0),
-    "fp32, D 128, causal": (lambda: fp32(128, band=CAUSAL), 1100),
-    "fp32, D 128, bool mask": (lambda: fp32(128, mask=torch.bool), 1100),
+    "fp32, D 128, causal": (lambda: fp32(128, band=CAUSAL), 800),
+    "fp32, D 128, bool mask": (lambda: fp32(128, mask=torch.bool), 800),
     "backward, D 128, fused": (lambda: keys(128), 64),
     "backward, D 64, fused, causal": (lambda: keys(64, band=CAUSAL), 128),
     "backward, D 128, fused, dropout, bool mask": (
