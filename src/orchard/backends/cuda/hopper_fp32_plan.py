@@ -63,8 +63,6 @@ def reasons(problem: Problem) -> tuple[Reason, ...]:
     if problem.tf32:
         fix = 'set torch.backends.cuda.matmul.fp32_precision = "ieee"'
         found.append(Reason("tf32", "makes products of 24 bits, and torch allows TF32", fix))
-    if problem.value_dim > 1 and problem.out_strides[3] != 1:
-        found.append(Reason("strides", "writes rows whose elements lie side by side"))
     return tuple(found)
 
 
