@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,11 +38,17 @@ STRIDED = ("last_strided",) * 3
 SQUARE = Case("", "shape", BF16, batch=2, heads=4, kv_heads=2, rows=515, keys=515, dim=64)
 MASKED = replace(SQUARE, rows=520, keys=520, mask="additive", mask_axes="bqk")
 LONG = replace(SQUARE, heads=8, rows=1, keys=3001)
+SINGLE = replace(SQUARE, dtype=torch.float32)
 
 # Problems of several blocks, by the kernel that serves their forward.
 CASES = {
     "decode": replace(LONG, value_dim=64),
     "decode, fp32": replace(LONG, dtype=torch.float32, dim=40, value_dim=24),
+    "hopper_fp32": replace(SINGLE, value_dim=64, causal=True),
+    "hopper_fp32, D 128, mask": replace(
+        SINGLE, dim=128, value_dim=128, mask="bool", mask_axes="bqk"
+    ),
+    "hopper_fp32, odd rows, window": replace(SINGLE, dim=33, value_dim=71, window=(200, 90)),
     "hopper": replace(SQUARE, value_dim=64),
     "hopper, D 128, causal": replace(SQUARE, dim=128, value_dim=128, causal=True),
     "hopper, many short rows, causal": replace(
@@ -54,7 +61,7 @@ CASES = {
     ),
     "hopper, mask of keys, softcap": replace(MASKED, value_dim=64, mask_axes="bk", softcap=5.0),
     "packed": replace(SQUARE, value_dim=64, views=STRIDED),
-    "tiled": replace(SQUARE, dtype=torch.float32, value_dim=64, causal=True),
+    "tiled": replace(SINGLE, dim=136, value_dim=64, causal=True),
     "tiled, transposed": replace(SQUARE, value_dim=64, views=("last_outermost",) * 3),
     "tiled, mask": replace(SQUARE, value_dim=64, mask="additive", mask_axes="bqk", mask_grad=True),
 }
@@ -181,18 +188,49 @@ def test_nothing_is_written_beside_the_outputs(name: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("terms", [{}, {"mask": "additive"}, {"dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "terms"),
+    [
+        ("hopper", {}),
+        ("hopper", {"mask": "additive"}),
+        ("hopper", {"dropout_p": 0.2}),
+        ("hopper_fp32", {"mask": "bool", "dropout_p": 0.2}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_many_tiles_at_once_give_the_same_bits(
-    dim: int, terms: dict[str, Any], reproducible: None
+    name: str, dim: int, terms: dict[str, Any], reproducible: None
 ) -> None:
     """Every multiprocessor at work, many tiles each: a tile overwritten too early would show."""
-    case = case_of("hopper", dim=dim, value_dim=dim, heads=32, kv_heads=32, **terms)
+    case = case_of(name, dim=dim, value_dim=dim, heads=32, kv_heads=32, **terms)
     case = replace(case, rows=2048, keys=2048, mask_axes="bqk")
     problem = exercise(case)
     expected = problem.solve()
     for _ in range(8):
         assert differences(problem.solve(), expected) == []
+
+
+@pytest.mark.mask
+def test_fp32_on_hopper_has_nan_where_infinity_is_seen() -> None:
+    """In its row or column alone. A row that sees no key is zero, and a hidden key is nothing."""
+    case_of("hopper_fp32")
+    query, key, value = (torch.randn(2, 2, 200, 64, device=DEVICE) for _ in range(3))
+    mask = torch.ones(1, 1, 200, 200, dtype=torch.bool, device=DEVICE)
+    mask[:, :, 7] = False
+    mask[..., 30] = False
+    tensors, options = Tensors(query, key, value, mask), Options(0.125)
+    backend, kernel = plans.planner().backends[NAME], "hopper_fp32"
+    problem = planned(tensors, options, kernel)
+    expected = backend.forward(problem, kernel, tensors).out
+    query[:, :, 20, 5] = torch.inf
+    key[:, :, 30, 5] = torch.inf
+    value[:, :, 9, 3] = -torch.inf
+    expected[..., 3] = torch.nan
+    expected[:, :, 20] = torch.nan
+    expected[:, :, 7] = 0.0
+    found = backend.forward(problem, kernel, tensors).out
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.stress
@@ -224,8 +262,10 @@ def kept(tensors: Tensors, options: Options) -> Tensor:
 
 
 @pytest.mark.dropout
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("kernel", ["decode", "hopper", "packed", "tiled"])
+@pytest.mark.parametrize(
+    ("kernel", "dim"),
+    [*product(("decode", "hopper", "hopper_fp32", "packed"), (64, 128)), ("tiled", 136)],
+)
 def test_every_dropout_bit(kernel: str, dim: int) -> None:
     """Equal scores, and values that are one in a column of their own: an output is 0 or it is not.
 
@@ -246,8 +286,9 @@ def test_every_dropout_bit(kernel: str, dim: int) -> None:
         width = min(dim, case.keys - begin)
         found[..., begin : begin + width] = out[..., :width] != 0
     assert torch.equal(found, expected)
-    if kernel == "decode":  # it has no backward
+    if kernel == "decode":  # its problems are another kernel's in a backward
         return
+    kernel = "tiled" if kernel == "hopper_fp32" else kernel
     tensors = Tensors(query, key, key, None, seed)
     saved = reference.forward(tensors, options)
     for begin in range(0, case.rows, dim):

@@ -86,9 +86,13 @@ def on_gpu(problem: Problem) -> Problem:
 
 def kernel_for(tensors: Tensors, options: Options = PLAIN, **kind: Any) -> str | None:
     """Of the backend whose probe has passed."""
+    return kernel_of(describe(tensors, options, **kind))
+
+
+def kernel_of(problem: Problem) -> str | None:
     backend = CudaBackend(FakeRuntime())
     backend.unavailable = lambda *_: None
-    capability, _ = backend.select(on_gpu(describe(tensors, options, **kind)))
+    capability, _ = backend.select(on_gpu(problem))
     return capability.kernel if capability else None
 
 
@@ -145,6 +149,10 @@ def test_kernels_by_problem() -> None:
     assert kernel_for(operands(dim=129)) == "tiled"
     assert kernel_for(operands(rows=8)) == "decode"
     assert kernel_for(operands(rows=9)) == "hopper_fp32"
+    masked = operands()._replace(mask=torch.ones(1, 1, 300, 400).bool())
+    assert kernel_for(masked) == "hopper_fp32"
+    assert kernel_for(masked._replace(mask=torch.zeros(1, 1, 300, 400))) == "tiled"
+    assert kernel_for(operands(), Options(0.25, softcap=3.0)) == "tiled"
     half = Tensors(*(tensor.half() for tensor in operands(rows=32)[:3]))
     assert kernel_for(half) == "decode"
     assert kernel_for(half._replace(query=torch.randn(2, 4, 33, 24).half())) == "tiled"  # Dv 12
@@ -492,12 +500,13 @@ def test_tf32_where_torch_allows_it(matmul: Any) -> None:
     backend, tensors = CudaBackend(fake), operands()
     for allowed in ("ieee", "tf32", "ieee"):
         matmul.fp32_precision = allowed
-        on_gpu = SimpleNamespace(dtype=torch.float32, is_cuda=True)
-        problem = describe(tensors, PLAIN)._replace(tf32=allows_tf32(on_gpu))
+        single = SimpleNamespace(dtype=torch.float32, is_cuda=True)
+        problem = describe(tensors, PLAIN)._replace(tf32=allows_tf32(single))
         backend.forward(problem, "tiled", tensors)
         ((step, _),) = fake.calls
         fake.calls.clear()
         assert step.specialisation.variant.precision == allowed
+        assert kernel_of(problem) == ("tiled" if allowed == "tf32" else "hopper_fp32")
     matmul.fp32_precision = "tf32"
     assert not describe(tensors, PLAIN).tf32
     assert not allows_tf32(SimpleNamespace(dtype=torch.float16, is_cuda=True))

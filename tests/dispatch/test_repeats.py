@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import orchard
-from orchard.attention import repeats
+from orchard.attention import problem, repeats
 from orchard.attention.problem import Problem, Saved, Tensors
 from orchard.attention.repeats import kind_of
 from orchard.backends.reference import ReferenceBackend
@@ -141,12 +141,13 @@ def test_a_repeated_call_lies_in_memory_as_the_first(
         assert torch.equal(out, found[0][0])
 
 
+@pytest.mark.parametrize("flag", ["_get_deterministic_algorithms", "allows_tf32"])
 def test_a_flag_that_another_thread_changes_meanwhile(
-    counting: Counting, monkeypatch: pytest.MonkeyPatch
+    flag: str, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is remembered of a call that posed another problem than it looked like."""
     tensors = operands()
-    monkeypatch.setattr(repeats, "_get_deterministic_algorithms", lambda: True)
+    monkeypatch.setattr(repeats, flag, lambda *_: True)
     orchard.attention(*tensors)
     orchard.attention(*tensors)
     assert (counting.planned, counting.repeated) == (2, 0)
@@ -161,6 +162,19 @@ def test_deterministic_algorithms_make_another_kind(counting: Counting) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert (counting.planned, counting.repeated) == (2, 0)
+
+
+def test_allowing_tf32_makes_another_kind(
+    counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = operands()
+    orchard.attention(*tensors)
+    for module in (problem, repeats):
+        monkeypatch.setattr(module, "allows_tf32", lambda query: True)
+    orchard.attention(*tensors)
+    assert (counting.planned, counting.repeated) == (2, 0)
+    orchard.attention(*tensors)
+    assert (counting.planned, counting.repeated) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -124,11 +124,20 @@ class Ring:
         self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
+    def wait_free(self, step):
+        """Producer: wait until a stage is free."""
+        mbarrier.wait(self.free.index(step % self.STAGES), ((step // self.STAGES) & 1) ^ 1)
+
+    @gluon.jit
+    def fill(self, step):
+        """Producer: this warpgroup has written the stage."""
+        mbarrier.arrive(self.ready.index(step % self.STAGES), count=1)
+
+    @gluon.jit
     def acquire(self, step, BYTES: gl.constexpr):
         """Producer: wait until a stage is free and announce what will arrive in it."""
-        stage = step % self.STAGES
-        mbarrier.wait(self.free.index(stage), ((step // self.STAGES) & 1) ^ 1)
-        mbarrier.expect(self.ready.index(stage), BYTES)
+        self.wait_free(step)
+        mbarrier.expect(self.ready.index(step % self.STAGES), BYTES)
 
     @gluon.jit
     def load(self, step, descriptor, coordinates):
@@ -268,6 +277,14 @@ class Work:
         return gl.minimum(whole_begin, whole_end), whole_end
 
     @gluon.jit
+    def own_span(self, first_row):
+        """The tiles of keys that 64 rows see: [begin, end), and those that they see whole."""
+        begin = self.begin(first_row)
+        end = self.end(gl.minimum(first_row + ROWS, self.rows) - 1, begin)
+        whole_begin, whole_end = self.whole(first_row, begin, end)
+        return begin, end, whole_begin, whole_end
+
+    @gluon.jit
     def seen(self, first_row, first_key, COLUMNS: gl.constexpr):
         """Which of 64 rows sees which of the keys from `first_key` on, as a product lies."""
         ROW: gl.constexpr = gl.SliceLayout(1, product_layout(COLUMNS))
@@ -314,11 +331,10 @@ class Schedule:
     @gluon.jit
     def tell(self, turn, position):
         """Producer: tell the consumers."""
-        stage = turn % self.told.STAGES
-        mbarrier.wait(self.told.free.index(stage), ((turn // self.told.STAGES) & 1) ^ 1)
+        self.told.wait_free(turn)
         number = gl.full([1], 0, gl.int32, NUMBER) + position
-        self.told.buffers.index(stage).store(number)
-        mbarrier.arrive(self.told.ready.index(stage), count=1)
+        self.told.buffers.index(turn % self.told.STAGES).store(number)
+        self.told.fill(turn)
 
     @gluon.jit
     def hear(self, turn):

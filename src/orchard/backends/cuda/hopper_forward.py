@@ -113,20 +113,20 @@ class Consumer:
         return tile
 
     @gluon.jit
-    def begin_scores(self, rows, step):
+    def begin_scores(self, query, step):
         """Begin the products of a tile, and its mask where they are added to it."""
         TILE: gl.constexpr = self.work.TILE
-        D: gl.constexpr = rows.query.shape[1]
+        D: gl.constexpr = query.tile.shape[1]
         if self.ACCUMULATED:
             tile = self.loaded_mask(step, gl.to_tensor(0))
             self.keys.wait(step)
             self.take_turn()
             right = self.keys.tile(step, [TILE, D]).permute((1, 0))
-            products = warpgroup_mma(rows.left, right, tile, is_async=True)
+            products = warpgroup_mma(query.left, right, tile, is_async=True)
         else:
             self.keys.wait(step)
             self.take_turn()
-            products = multiply(rows.query, self.keys.tile(step, [TILE, D]))
+            products = multiply(query.tile, self.keys.tile(step, [TILE, D]))
         return products
 
     @gluon.jit
@@ -147,11 +147,22 @@ class Consumer:
 
 
 @aggregate
-class Rows:
-    """The 64 rows of a consumer: their query, their place, and the tiles that they see whole."""
+class Query:
+    """The query of a consumer's 64 rows."""
 
-    query: gl.shared_memory_descriptor
-    left: gl.tensor  # the query in registers, scaled, where products are added to a mask
+    tile: gl.shared_memory_descriptor
+    left: gl.tensor  # in registers, scaled, where products are added to a mask
+
+    @gluon.constexpr_function
+    def __init__(self, tile, left):
+        self.tile = tile
+        self.left = left
+
+
+@aggregate
+class Rows:
+    """The 64 rows of a consumer: their place, and the tiles that they see whole."""
+
     batch: gl.tensor
     head: gl.tensor
     first: gl.tensor
@@ -159,9 +170,7 @@ class Rows:
     whole_end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, query, left, batch, head, first, whole_begin, whole_end):
-        self.query = query
-        self.left = left
+    def __init__(self, batch, head, first, whole_begin, whole_end):
         self.batch = batch
         self.head = head
         self.first = first
@@ -197,7 +206,7 @@ def _produce(schedule, terms, query, key, value, mask, queries, keys, values, ma
 
 
 @gluon.jit
-def loaded_mask_tile(consumer, rows, tile):
+def _mask_tile(consumer, rows, tile):
     work = consumer.work
     TILE: gl.constexpr = work.TILE
     found = gl.to_tensor(0)
@@ -254,13 +263,8 @@ def _added_fade(top, origin, unit, base):
 
 
 @gluon.jit
-def softmax(consumer, rows, products, mask_tile, tile, top, total):
+def softmax(work, terms, rows, scores, tile, top, total):
     """Weights of a tile, the new top and total, and what earlier sums are multiplied by."""
-    work = consumer.work
-    terms = consumer.terms
-    scores = products
-    if not consumer.ACCUMULATED:
-        scores = terms.score(products, mask_tile)
     if work.LOW or work.HIGH or work.TAIL:
         scores = _clip(work, rows, scores, tile)
     highest = gl.max(scores, axis=1)
@@ -288,27 +292,35 @@ def softmax(consumer, rows, products, mask_tile, tile, top, total):
 
 
 @gluon.jit
+def _softmax(consumer, rows, products, mask_tile, tile, top, total):
+    """The same from the products of a tile."""
+    scores = products
+    if not consumer.ACCUMULATED:
+        scores = consumer.terms.score(products, mask_tile)
+    return softmax(consumer.work, consumer.terms, rows, scores, tile, top, total)
+
+
+@gluon.jit
 def faded(sums, fade):
     ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     return sums * gl.expand_dims(gl.convert_layout(fade, ROW, assert_trivial=True), 1)
 
 
 @gluon.jit
-def _plain_tile(consumer, rows, step, state, tile):
+def _plain_tile(consumer, rows, query, step, state, tile):
     """One tile of keys: scores, softmax, output, one after the other."""
     sums, top, total = state
     values = consumer.values
-    query = rows.query
     TILE: gl.constexpr = consumer.work.TILE
-    D: gl.constexpr = query.shape[1]
-    mask_tile = loaded_mask_tile(consumer, rows, tile)
-    products = consumer.begin_scores(rows, step)
+    D: gl.constexpr = query.tile.shape[1]
+    mask_tile = _mask_tile(consumer, rows, tile)
+    products = consumer.begin_scores(query, step)
     mask_tile = consumer.remaining_mask(step, mask_tile)
     products = warpgroup_mma_wait(0, deps=[products])
     consumer.release_scores(step)
-    weights, top, total, fade = softmax(consumer, rows, products, mask_tile, tile, top, total)
+    weights, top, total, fade = _softmax(consumer, rows, products, mask_tile, tile, top, total)
     sums = faded(sums, fade)
-    left = operand(weights.to(query.dtype), D)
+    left = operand(weights.to(query.tile.dtype), D)
     values.wait(step)
     sums = warpgroup_mma(left, values.tile(step, [TILE, D]), sums, is_async=True)
     sums = warpgroup_mma_wait(0, deps=[sums])
@@ -317,49 +329,47 @@ def _plain_tile(consumer, rows, step, state, tile):
 
 
 @gluon.jit
-def _pipelined_tile(consumer, rows, step, state, tile):
+def _pipelined_tile(consumer, rows, query, step, state, tile):
     """Scores and softmax of tile `step + 1` while the output of tile `step` is computed."""
     sums, top, total, left = state
     values = consumer.values
-    query = rows.query
     TILE: gl.constexpr = consumer.work.TILE
-    D: gl.constexpr = query.shape[1]
-    mask_tile = loaded_mask_tile(consumer, rows, tile)
-    products = consumer.begin_scores(rows, step + 1)
+    D: gl.constexpr = query.tile.shape[1]
+    mask_tile = _mask_tile(consumer, rows, tile)
+    products = consumer.begin_scores(query, step + 1)
     values.wait(step)
     sums = warpgroup_mma(left, values.tile(step, [TILE, D]), sums, is_async=True)
     consumer.pass_turn()
     mask_tile = consumer.remaining_mask(step + 1, mask_tile)
     products = warpgroup_mma_wait(1, deps=[products])
     consumer.release_scores(step + 1)
-    weights, top, total, fade = softmax(consumer, rows, products, mask_tile, tile, top, total)
+    weights, top, total, fade = _softmax(consumer, rows, products, mask_tile, tile, top, total)
     sums, left = warpgroup_mma_wait(0, deps=[sums, left])
     values.release(step)
-    return faded(sums, fade), top, total, operand(weights.to(query.dtype), D)
+    return faded(sums, fade), top, total, operand(weights.to(query.tile.dtype), D)
 
 
 @gluon.jit
-def _attend(consumer, rows, step, begin, end):
+def _attend(consumer, rows, query, step, begin, end):
     """Output sums, top score and total weight of 64 rows over key tiles [begin, end)."""
     values = consumer.values
-    query = rows.query
     TILE: gl.constexpr = consumer.work.TILE
-    D: gl.constexpr = query.shape[1]
+    D: gl.constexpr = query.tile.shape[1]
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(TILE))
     sums = gl.zeros([ROWS, D], gl.float32, product_layout(D))
     top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     total = gl.full([ROWS], 0.0, gl.float32, ROW)
     if consumer.PIPELINED:
-        mask_tile = loaded_mask_tile(consumer, rows, end - 1)
-        products = consumer.begin_scores(rows, step)
+        mask_tile = _mask_tile(consumer, rows, end - 1)
+        products = consumer.begin_scores(query, step)
         consumer.pass_turn()
         mask_tile = consumer.remaining_mask(step, mask_tile)
         products = warpgroup_mma_wait(0, deps=[products])
         consumer.release_scores(step)
-        weights, top, total, _ = softmax(consumer, rows, products, mask_tile, end - 1, top, total)
-        state = sums, top, total, operand(weights.to(query.dtype), D)
+        weights, top, total, _ = _softmax(consumer, rows, products, mask_tile, end - 1, top, total)
+        state = sums, top, total, operand(weights.to(query.tile.dtype), D)
         for index in range(1, end - begin):
-            state = _pipelined_tile(consumer, rows, step, state, end - 1 - index)
+            state = _pipelined_tile(consumer, rows, query, step, state, end - 1 - index)
             step += 1
         sums, top, total, left = state
         values.wait(step)
@@ -372,20 +382,37 @@ def _attend(consumer, rows, step, begin, end):
     else:
         plain_state = sums, top, total
         for index in range(end - begin):
-            plain_state = _plain_tile(consumer, rows, step, plain_state, end - 1 - index)
+            plain_state = _plain_tile(consumer, rows, query, step, plain_state, end - 1 - index)
             step += 1
         sums, top, total = plain_state
     return sums, top, total, step
 
 
 @gluon.jit
-def lse_of(terms, top, total):
+def share_of(terms, total):
+    """What sums of values are multiplied by; 0 for an empty row."""
+    share = gl.where(total == 0.0, 0.0, 1.0 / total)
+    if terms.DROPOUT:
+        share = share * terms.keep_scale
+    return share
+
+
+@gluon.jit
+def _lse(terms, top, total):
     """The natural logarithm of the sum of exponentials; -inf for an empty row."""
     if terms.MASK == ADDITIVE:
         result = top + gl.log2(total) * LN_2
     else:
         result = (top + gl.log2(total)) * LN_2
     return gl.where(total == 0.0, float("-inf"), result)
+
+
+@gluon.jit
+def store_lse(work, terms, rows, lse, top, total):
+    row = rows.first + gl.arange(0, ROWS, layout=top.type.layout)
+    plane = (rows.batch * work.heads + rows.head).to(gl.int64)
+    places = lse + plane * work.rows + row
+    gl.store(places, _lse(terms, top, total), mask=row < work.rows)
 
 
 @gluon.jit
@@ -406,32 +433,25 @@ def _consume(consumer, schedule, out, lse, queries):
         slot = turn * work.CONSUMERS + INDEX
         queries.wait(slot)
         if first_row < work.rows:
-            begin = work.begin(first_row)
-            end = work.end(gl.minimum(first_row + ROWS, work.rows) - 1, begin)
-            whole_begin, whole_end = work.whole(first_row, begin, end)
-            query = queries.tile(slot, [ROWS, D])
+            begin, end, whole_begin, whole_end = work.own_span(first_row)
+            tile = queries.tile(slot, [ROWS, D])
             left = gl.to_tensor(0)
             if consumer.ACCUMULATED:
                 # Exact: the scale is a power of two.
-                held = query.load(gl.DotOperandLayout(0, product_layout(work.TILE), k_width=2))
-                left = (held.to(gl.float32) * terms.factor).to(query.dtype)
-            rows = Rows(query, left, batch, head, first_row, whole_begin, whole_end)
+                held = tile.load(gl.DotOperandLayout(0, product_layout(work.TILE), k_width=2))
+                left = (held.to(gl.float32) * terms.factor).to(tile.dtype)
+            query = Query(tile, left)
+            rows = Rows(batch, head, first_row, whole_begin, whole_end)
             step = consumer.release(step, tile_end - end)
-            sums, top, total, step = _attend(consumer, rows, step, begin, end)
+            sums, top, total, step = _attend(consumer, rows, query, step, begin, end)
             step = consumer.release(step, begin - tile_begin)
-            part = gl.where(total == 0.0, 0.0, 1.0 / total)
-            if terms.DROPOUT:
-                part = part * terms.keep_scale
-            query.store(faded(sums, part).to(query.dtype))
+            tile.store(faded(sums, share_of(terms, total)).to(tile.dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(
                 out, [batch, head, first_row, 0], queries.buffers.index(slot % queries.STAGES)
             )
             if consumer.LSE:
-                row = first_row + gl.arange(0, ROWS, layout=top.type.layout)
-                plane = (batch * work.heads + head).to(gl.int64)
-                places = lse + plane * work.rows + row
-                gl.store(places, lse_of(terms, top, total), mask=row < work.rows)
+                store_lse(work, terms, rows, lse, top, total)
             tma.store_wait(pendings=0)
         else:
             step = consumer.release(step, tile_end - tile_begin)

@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -23,44 +22,37 @@ from orchard.backends.cuda.hopper_common import (
     operand,
     product_layout,
 )
-from orchard.backends.cuda.hopper_forward import Rows, faded, loaded_mask_tile, lse_of, softmax
+from orchard.backends.cuda.hopper_forward import Rows, faded, share_of, softmax, store_lse
+from orchard.backends.cuda.hopper_fp32_plan import CONSUMERS, WIDTH
 from orchard.backends.cuda.hopper_terms import Terms, philox_key
 
-_CONSUMERS = gl.constexpr(2)
+_CONSUMERS = gl.constexpr(CONSUMERS)
 _PARTS = gl.constexpr(3)
-_WIDTH = gl.constexpr(64)  # columns of a tile; two side by side are 128
-_UPPER_HALF = gl.constexpr(-65536)  # of a word: what bf16 keeps of fp32
+_WIDTH = gl.constexpr(WIDTH)  # columns of a tile; two side by side are 128
+_UPPER_HALF = gl.constexpr(-65536)
 _LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @aggregate
-class Planes:
-    """An operand in global memory, whose last axis is contiguous."""
+class Plane:
+    """One head of an operand in global memory; its last axis is contiguous."""
 
     start: gl.tensor
-    batch: gl.tensor  # strides, in elements
-    head: gl.tensor
-    row: gl.tensor
+    row: gl.tensor  # stride, in elements
     length: gl.tensor
     width: gl.tensor
     PADDED: gl.constexpr  # whether tiles have more columns than there are
 
     @gluon.constexpr_function
-    def __init__(self, start, batch, head, row, length, width, PADDED):
+    def __init__(self, start, row, length, width, PADDED):
         self.start = start
-        self.batch = batch
-        self.head = head
         self.row = row
         self.length = length
         self.width = width
         self.PADDED = gl.constexpr(PADDED)
 
     @gluon.jit
-    def plane(self, batch, head):
-        return self.start + batch.to(gl.int64) * self.batch + head.to(gl.int64) * self.head
-
-    @gluon.jit
-    def places(self, plane, first, COUNT: gl.constexpr, COLUMN: gl.constexpr, LAYOUT: gl.constexpr):
+    def places(self, first, COUNT: gl.constexpr, COLUMN: gl.constexpr, LAYOUT: gl.constexpr):
         """Where rows from `first` on and 64 columns from COLUMN on lie, and which of them exist."""
         row = first + gl.arange(0, COUNT, layout=gl.SliceLayout(1, LAYOUT))
         column = COLUMN + gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, LAYOUT))
@@ -68,19 +60,43 @@ class Planes:
         inside = gl.expand_dims(row < self.length, 1)
         if self.PADDED:
             inside = inside & (column < self.width)
-        return plane + gl.expand_dims(row.to(gl.int64) * self.row, 1) + column, inside
+        return self.start + gl.expand_dims(row.to(gl.int64) * self.row, 1) + column, inside
+
+
+@aggregate
+class Planes:
+    """An operand: its first plane, and the strides of its outer axes."""
+
+    first: Plane
+    batch: gl.tensor
+    head: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, first, batch, head):
+        self.first = first
+        self.batch = batch
+        self.head = head
+
+    @gluon.jit
+    def plane(self, batch, head):
+        first = self.first
+        start = first.start + batch.to(gl.int64) * self.batch + head.to(gl.int64) * self.head
+        return Plane(start, first.row, first.length, first.width, first.PADDED)
 
 
 @gluon.jit
-def _upper(values):
-    """What bf16 keeps of each without rounding."""
-    return (values.to(gl.int32, bitcast=True) & _UPPER_HALF).to(gl.float32, bitcast=True)
+def _either(second, one, other):
+    """One of two planes that have as many rows."""
+    start = gl.where(second, other.start, one.start)
+    row = gl.where(second, other.row, one.row)
+    return Plane(start, row, one.length, gl.where(second, other.width, one.width), one.PADDED)
 
 
 @gluon.jit
 def _split(values):
-    """The values as sums of three numbers of bf16, none of them infinite."""
-    high = _upper(values)
+    """The values as sums of three numbers of bf16. Infinity has no rest, and becomes NaN."""
+    # The upper half of a word: what bf16 keeps without rounding, so that it is never infinite.
+    high = (values.to(gl.int32, bitcast=True) & _UPPER_HALF).to(gl.float32, bitcast=True)
     rest = values - high
     middle = rest.to(gl.bfloat16)
     low = (rest - middle.to(gl.float32)).to(gl.bfloat16)
@@ -111,35 +127,30 @@ class Split:
     @gluon.jit
     def leave(self, step, WIDTH: gl.constexpr, values):
         """Producer: leave parts in a stage that is free."""
-        high = _upper(values)
-        self.part(step, WIDTH, 0).store(high.to(gl.bfloat16))
-        # Infinity is a number of bf16, and has no rest.
-        rest = gl.where(gl.abs(values) == float("inf"), 0.0, values - high)
-        middle = rest.to(gl.bfloat16)
+        high, middle, low = _split(values)
+        self.part(step, WIDTH, 0).store(high)
         self.part(step, WIDTH, 1).store(middle)
-        self.part(step, WIDTH, 2).store((rest - middle.to(gl.float32)).to(gl.bfloat16))
+        self.part(step, WIDTH, 2).store(low)
 
     @gluon.jit
-    def fill(self, step, source, plane, first):
-        """Producer: load a tile, wait for a free stage and leave it there."""
-        ring = self.ring
-        COUNT: gl.constexpr = ring.buffers.shape[1]
-        places, inside = source.places(plane, first, COUNT, 0, _LOADED)
+    def fill(self, step, source, first):
+        """Producer: load a tile of a plane, wait for a free stage and leave it there."""
+        COUNT: gl.constexpr = self.ring.buffers.shape[1]
+        places, inside = source.places(first, COUNT, 0, _LOADED)
         values = gl.load(places, mask=inside, other=0.0)
         more = values
         if self.WIDTHS == 2:
             if source.PADDED:
-                places, inside = source.places(plane, first, COUNT, _WIDTH, _LOADED)
+                places, inside = source.places(first, COUNT, _WIDTH, _LOADED)
                 more = gl.load(places, mask=inside, other=0.0)
             else:
                 more = gl.load(places + _WIDTH, mask=inside, other=0.0)
-        stage = step % ring.STAGES
-        mbarrier.wait(ring.free.index(stage), ((step // ring.STAGES) & 1) ^ 1)
+        self.ring.wait_free(step)
         self.leave(step, 0, values)
         if self.WIDTHS == 2:
             self.leave(step, 1, more)
         fence_async_shared()
-        mbarrier.arrive(ring.ready.index(stage), count=1)
+        self.ring.fill(step)
 
 
 @gluon.jit
@@ -162,7 +173,6 @@ class Consumer:
     tiles: Split  # of keys, and after each that of its values
     INDEX: gl.constexpr
     LSE: gl.constexpr  # whether it is stored
-    ACCUMULATED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, work, terms, queries, tiles, INDEX, LSE):
@@ -172,7 +182,6 @@ class Consumer:
         self.tiles = tiles
         self.INDEX = gl.constexpr(INDEX)
         self.LSE = gl.constexpr(LSE)
-        self.ACCUMULATED = gl.constexpr(False)
 
     @gluon.jit
     def release(self, step, count):
@@ -195,23 +204,16 @@ def _produce(schedule, query, key, value, queries, tiles):
     while position < work.tiles():
         schedule.tell(turn, position)
         first_row, batch, head = work.place(position)
-        plane = query.plane(batch, head)
         for consumer in range(work.CONSUMERS):
             slot = turn * work.CONSUMERS + consumer
-            queries.fill(slot, query, plane, first_row + consumer * ROWS)
+            queries.fill(slot, query.plane(batch, head), first_row + consumer * ROWS)
         begin, end = work.span(first_row)
         keys = key.plane(batch, head // work.group)
         values = value.plane(batch, head // work.group)
         # One piece of code for keys and values: of two the addresses would not fit in registers.
         for index in range(2 * (end - begin)):
-            odd = index % 2 == 1
-            source = Planes(
-                key.start, key.batch, key.head, gl.where(odd, value.row, key.row),
-                key.length, gl.where(odd, value.width, key.width), key.PADDED,
-            )  # fmt: skip
-            tiles.fill(
-                step, source, gl.where(odd, values, keys), (end - 1 - index // 2) * work.TILE
-            )
+            source = _either(index % 2 == 1, keys, values)
+            tiles.fill(step, source, (end - 1 - index // 2) * work.TILE)
             step += 1
         position = schedule.following(turn)
         turn += 1
@@ -220,7 +222,7 @@ def _produce(schedule, query, key, value, queries, tiles):
 
 @gluon.jit
 def _add_small(product, left, right, FRESH: gl.constexpr):
-    """Begin to add the products of split operands but the largest; what is 2^-24 is left out."""
+    """Begin to add the products of split operands but the largest; those of 2^-24 are left out."""
     high, middle, low = left
     right_high, right_middle, right_low = right
     product = warpgroup_mma(middle, right_middle, product, use_acc=not FRESH, is_async=True)
@@ -231,7 +233,7 @@ def _add_small(product, left, right, FRESH: gl.constexpr):
 
 
 @gluon.jit
-def _scores(consumer, slot, step):
+def _products(consumer, slot, step):
     """Begin the products of 64 rows and a tile of keys, the smallest first."""
     TILE: gl.constexpr = consumer.work.TILE
     queries = consumer.queries
@@ -262,12 +264,18 @@ def _added(sums, fade, left, right):
 def _tile(consumer, rows, slot, step, state, tile):
     """One tile of keys: scores, softmax, output, one after the other."""
     sums, more, top, total = state
+    work = consumer.work
+    terms = consumer.terms
     tiles = consumer.tiles
-    mask_tile = loaded_mask_tile(consumer, rows, tile)
+    TILE: gl.constexpr = work.TILE
+    mask_tile = terms.mask_tile(
+        work, rows.batch, rows.head, rows.first, tile * TILE, TILE, product_layout(TILE)
+    )
     tiles.ring.wait(2 * step)
-    products = warpgroup_mma_wait(0, deps=[_scores(consumer, slot, step)])
+    products = warpgroup_mma_wait(0, deps=[_products(consumer, slot, step)])
     tiles.ring.release(2 * step)
-    weights, top, total, fade = softmax(consumer, rows, products, mask_tile, tile, top, total)
+    scores = terms.score(products, mask_tile)
+    weights, top, total, fade = softmax(work, terms, rows, scores, tile, top, total)
     high, middle, low = _split(weights)
     left = operand(high, _WIDTH), operand(middle, _WIDTH), operand(low, _WIDTH)
     tiles.ring.wait(2 * step + 1)
@@ -279,10 +287,13 @@ def _tile(consumer, rows, slot, step, state, tile):
 
 
 @gluon.jit
-def _store(out, rows, sums, COLUMN: gl.constexpr):
-    plane = out.plane(rows.batch, rows.head)
-    places, inside = out.places(plane, rows.first, ROWS, COLUMN, product_layout(_WIDTH))
-    gl.store(places, sums, mask=inside)
+def _store(out, rows, sums, total, share, COLUMN: gl.constexpr):
+    ROW: gl.constexpr = gl.SliceLayout(1, product_layout(_WIDTH))
+    # Nothing flows into a row that sees no key, not even NaN.
+    empty = gl.convert_layout(total, ROW, assert_trivial=True) == 0.0
+    result = gl.where(gl.expand_dims(empty, 1), 0.0, faded(sums, share))
+    places, inside = out.places(rows.first, ROWS, COLUMN, product_layout(_WIDTH))
+    gl.store(places, result, mask=inside)
 
 
 @gluon.jit
@@ -301,17 +312,13 @@ def _attend(consumer, rows, out, lse, slot, step, begin, end):
         state = _tile(consumer, rows, slot, step, state, end - 1 - index)
         step += 1
     sums, more, top, total = state
-    part = gl.where(total == 0.0, 0.0, 1.0 / total)
-    if terms.DROPOUT:
-        part = part * terms.keep_scale
-    _store(out, rows, faded(sums, part), 0)
+    share = share_of(terms, total)
+    plane = out.plane(rows.batch, rows.head)
+    _store(plane, rows, sums, total, share, 0)
     if WIDE:
-        _store(out, rows, faded(more, part), _WIDTH)
+        _store(plane, rows, more, total, share, _WIDTH)
     if consumer.LSE:
-        row = rows.first + gl.arange(0, ROWS, layout=ROW)
-        plane = (rows.batch * work.heads + rows.head).to(gl.int64)
-        at = lse + plane * work.rows + row
-        gl.store(at, lse_of(terms, top, total), mask=row < work.rows)
+        store_lse(work, terms, rows, lse, top, total)
     return step
 
 
@@ -330,11 +337,8 @@ def _consume(consumer, schedule, out, lse):
         slot = turn * work.CONSUMERS + INDEX
         queries.ring.wait(slot)
         if first_row < work.rows:
-            begin = work.begin(first_row)
-            end = work.end(gl.minimum(first_row + ROWS, work.rows) - 1, begin)
-            whole_begin, whole_end = work.whole(first_row, begin, end)
-            query = queries.part(slot, 0, 0)
-            rows = Rows(query, gl.to_tensor(0), batch, head, first_row, whole_begin, whole_end)
+            begin, end, whole_begin, whole_end = work.own_span(first_row)
+            rows = Rows(batch, head, first_row, whole_begin, whole_end)
             step = consumer.release(step, tile_end - end)
             step = _attend(consumer, rows, out, lse, slot, step, begin, end)
             step = consumer.release(step, begin - tile_begin)
@@ -371,10 +375,10 @@ def fp32_kernel(
     tiles = make_split(2 * STAGES, TILE, WIDTHS, _CONSUMERS)
     schedule = make_schedule(work, counter, DYNAMIC)
     fence_async_shared()
-    given = Planes(query, query_batch, query_head, query_row, rows, head_dim, PADDED)
-    keys = Planes(key, key_batch, key_head, key_row, key_count, head_dim, PADDED)
-    values = Planes(value, value_batch, value_head, value_row, key_count, value_dim, PADDED)
-    result = Planes(out, out_batch, out_head, out_row, rows, value_dim, PADDED)
+    given = Planes(Plane(query, query_row, rows, head_dim, PADDED), query_batch, query_head)
+    keys = Planes(Plane(key, key_row, key_count, head_dim, PADDED), key_batch, key_head)
+    values = Planes(Plane(value, value_row, key_count, value_dim, PADDED), value_batch, value_head)
+    result = Planes(Plane(out, out_row, rows, value_dim, PADDED), out_batch, out_head)
     produced = schedule, given, keys, values, queries, tiles
     first = Consumer(work, terms, queries, tiles, 0, LSE), schedule, result, lse
     second = Consumer(work, terms, queries, tiles, 1, LSE), schedule, result, lse

@@ -9,6 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from orchard.attention.memory import Place, dense
 from orchard.attention.problem import Problem, Saved, Tensors
@@ -31,8 +32,8 @@ class Config(NamedTuple):
     registers: int  # of a thread in a consumer
 
 
-# By tiles side by side: as much as fits in shared memory.
-_CONFIGS = {1: Config(64, 2, 208), 2: Config(64, 1, 208)}
+# By tiles side by side, chosen on an H200 from those that fit in shared memory.
+_CONFIGS = {1: Config(64, 2, 200), 2: Config(64, 1, 200)}
 
 
 class Specialisation(NamedTuple):
@@ -49,20 +50,20 @@ class Specialisation(NamedTuple):
     terms: TermsSpecialisation
     config: Config
 
+    def fitting(self, mask: Tensor | None) -> Specialisation:
+        """This, or what takes a mask that begins where its wide loads cannot."""
+        if hopper_plan.begins_wide(mask):
+            return self
+        return self._replace(terms=self.terms.narrow)
+
 
 def reasons(problem: Problem) -> tuple[Reason, ...]:
     """Why the kernel does not take a problem that its capability takes."""
-    found = []
+    found = hopper_plan.score_reasons(problem)
     if problem.tf32:
-        found.append(("tf32", "makes products of 24 bits, where torch allows TF32", ""))
-    if problem.options.scale <= 0.0:
-        found.append(("scale", "takes a positive scale only", ""))
-    if problem.value_dim > 1 and problem.out_strides[3] != 1:
-        found.append(("strides", "writes rows whose elements lie side by side", ""))
-    mask = problem.mask
-    if mask is not None and mask.shape[3] > 1 and mask.strides[3] != 1:
-        found.append(("mask_strides", "takes a mask whose last axis is contiguous", ""))
-    return tuple(Reason(*reason) for reason in found)
+        fix = 'set torch.backends.cuda.matmul.fp32_precision = "ieee"'
+        found.append(Reason("tf32", "makes products of 24 bits, and torch allows TF32", fix))
+    return tuple(found)
 
 
 class Plan(NamedTuple):
@@ -82,29 +83,19 @@ class Plan(NamedTuple):
         device = query.device
         out = self.out.allocate(device)
         lse = None if self.lse is None else self.lse.allocate(device)
-        counter = None
-        if self.special.dynamic:
-            counter = torch.zeros(1, dtype=torch.int32, device=device)
-        special, kernel = _fitting(self.special, mask), self.kernel
+        counter = hopper_plan.new_counter(device, self.special.dynamic)
+        special, kernel = self.special.fitting(mask), self.kernel
         if special is not self.special:
             kernel = _kernel(special, device)
         kernel(
             self.programs,
             self.device,
             *(tensor.data_ptr() for tensor in (query, key, value, out)),
-            0 if lse is None else lse.data_ptr(),
-            0 if counter is None else counter.data_ptr(),
+            *(hopper_plan.address_of(lse), hopper_plan.address_of(counter)),
             *self.numbers,
             *self.terms.arguments(mask, seed),
         )
         return Saved(out, NO_LSE if lse is None else lse)
-
-
-def _fitting(special: Specialisation, mask: torch.Tensor | None) -> Specialisation:
-    """This, or what takes a mask that begins where its wide loads cannot."""
-    if mask is None or mask.data_ptr() % 16 == 0:
-        return special
-    return special._replace(terms=special.terms.narrow)
 
 
 def specialise(problem: Problem, processors: int, config: Config | None = None) -> Specialisation:

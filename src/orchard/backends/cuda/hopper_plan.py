@@ -102,6 +102,11 @@ class TermsSpecialisation(NamedTuple):
         return self._replace(wide_mask=False)
 
 
+def begins_wide(mask: Tensor | None) -> bool:
+    """Whether wide loads can begin where a mask does, if there is one."""
+    return mask is None or mask.data_ptr() % _WIDE == 0
+
+
 class ForwardSpecialisation(NamedTuple):
     """What a forward kernel is compiled for."""
 
@@ -118,7 +123,7 @@ class ForwardSpecialisation(NamedTuple):
 
     def fitting(self, mask: Tensor | None) -> ForwardSpecialisation:
         """This, or what takes a mask that begins where its wide loads cannot."""
-        if mask is None or mask.data_ptr() % _WIDE == 0:
+        if begins_wide(mask):
             return self
         return self._replace(
             mask_tiles=False,
@@ -149,36 +154,44 @@ class BackwardSpecialisation(NamedTuple):
 
     def fitting(self, mask: Tensor | None) -> BackwardSpecialisation:
         """This, or what takes a mask that begins where its wide loads cannot."""
-        if mask is None or mask.data_ptr() % _WIDE == 0:
+        if begins_wide(mask):
             return self
         return self._replace(mask_tiles=False, terms=self.terms.narrow)
 
 
 def reasons(problem: Problem) -> tuple[Reason, ...]:
     """Why these kernels do not take a problem that their capability takes."""
-    found = []
-    if problem.options.scale <= 0.0:
-        found.append(("scale", "takes a positive scale only", ""))
+    found = score_reasons(problem)
     mask = problem.mask
-    if mask is not None and mask.shape[3] > 1 and mask.strides[3] != 1:
-        found.append(("mask_strides", "takes a mask whose last axis is contiguous", ""))
     if mask is not None and mask.kind == "additive":
         found += _additive_reasons(problem, mask)
     if problem.stage != "forward" and (problem.head_dim % 8 or problem.value_dim % 8):
-        found.append(("head_dim", "takes multiples of 8 as head dimensions in a backward", ""))
+        found.append(Reason("head_dim", "takes multiples of 8 as head dimensions in a backward"))
     for name, (shape, strides) in _described(problem).items():
         if not _describable(shape, strides, problem.dtype.itemsize):
-            found.append(("strides", f"cannot have TMA walk the strides {strides} of {name}", ""))
-    return tuple(Reason(*reason) for reason in found)
+            sentence = f"cannot have TMA walk the strides {strides} of {name}"
+            found.append(Reason("strides", sentence))
+    return tuple(found)
 
 
-def _additive_reasons(problem: Problem, mask: MaskSpec) -> list[tuple[str, str, str]]:
+def score_reasons(problem: Problem) -> list[Reason]:
+    """Why no kernel for Hopper takes what shapes the scores of a problem."""
+    found = []
+    if problem.options.scale <= 0.0:
+        found.append(Reason("scale", "takes a positive scale only"))
+    mask = problem.mask
+    if mask is not None and mask.shape[3] > 1 and mask.strides[3] != 1:
+        found.append(Reason("mask_strides", "takes a mask whose last axis is contiguous"))
+    return found
+
+
+def _additive_reasons(problem: Problem, mask: MaskSpec) -> list[Reason]:
     if problem.stage != "forward" and not launch.has_mask_apart(problem):
         sentence = "takes the gradient of a mask for each row and key that heads or batch share"
-        return [("mask_grad", sentence, "")]
+        return [Reason("mask_grad", sentence)]
     if 1 not in mask.shape[2:] and _mask_geometry(problem) is None:
         sentence = "takes an added mask for each row and key only as TMA can walk it"
-        return [("mask_strides", sentence, "give it the operands' dtype, rows on 16 bytes")]
+        return [Reason("mask_strides", sentence, "give it the operands' dtype, rows on 16 bytes")]
     return []
 
 
@@ -262,17 +275,9 @@ class ScoreTerms(NamedTuple):
     def arguments(
         self, mask: Tensor | None, seed: Tensor | None, of_mask: Described | None = None
     ) -> tuple[Any, ...]:
-        """A tensor that is not there has address 0."""
-        masked: tuple[Any, ...] = (0,)
-        if mask is not None:
-            masked = (mask.data_ptr(),) if of_mask is None else of_mask[mask.data_ptr()]
-        return (
-            *self.scales,
-            *masked,
-            *self.mask_strides,
-            0 if seed is None else seed.data_ptr(),
-            *self.dropout,
-        )
+        at = address_of(mask)
+        masked = (at,) if of_mask is None or mask is None else of_mask[at]
+        return (*self.scales, *masked, *self.mask_strides, address_of(seed), *self.dropout)
 
 
 def _signed(word: int) -> int:
@@ -330,7 +335,7 @@ class ForwardPlan(NamedTuple):
         if special is not self.special:
             kernel = _forward_kernel(special, device)
         lse = None if self.lse is None else self.lse.allocate(device)
-        counter = torch.zeros(1, dtype=torch.int32, device=device) if special.dynamic else None
+        counter = new_counter(device, special.dynamic)
         of_query, of_key, of_value, of_out = self.described
         kernel(
             self.programs,
@@ -339,8 +344,7 @@ class ForwardPlan(NamedTuple):
             *of_key[addresses[1]],
             *of_value[addresses[2]],
             *of_out[addresses[3]],
-            0 if lse is None else lse.data_ptr(),
-            0 if counter is None else counter.data_ptr(),
+            *(address_of(lse), address_of(counter)),
             *self.work,
             *self.terms.arguments(mask, seed, self.mask if special.mask_tiles else None),
         )
@@ -561,13 +565,13 @@ class BackwardPlan(NamedTuple):
                 *self.grad_query_steps,
             )
         else:
-            counter = torch.zeros(1, dtype=torch.int32, device=device) if special.dynamic else None
+            counter = new_counter(device, special.dynamic)
             kernels.last(
                 self.programs[2],
                 self.device,
                 *_descriptors(self.rows, (*given, grad_query)),
                 *(lse.data_ptr(), spare.data_ptr(), delta.data_ptr()),
-                0 if counter is None else counter.data_ptr(),
+                address_of(counter),
                 *(*self.sizes, *self.row_order, *self.band),
                 *self.terms.arguments(*tensors[3:]),
                 *(self.statistic.shape[1], self.scale),
@@ -814,6 +818,16 @@ def _band(problem: Problem) -> tuple[int, int]:
         -_FURTHEST if low is None else max(low, -_FURTHEST),
         _FURTHEST if high is None else min(high, _FURTHEST),
     )
+
+
+def new_counter(device: torch.device, dynamic: bool) -> Tensor | None:
+    """Tiles that programs have taken, where they take them."""
+    return torch.zeros(1, dtype=torch.int32, device=device) if dynamic else None
+
+
+def address_of(tensor: Tensor | None) -> int:
+    """A tensor that is not there has address 0."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def index_of(device: torch.device) -> int:
