@@ -54,6 +54,13 @@ CASES = {
     "hopper, many short rows, causal": replace(
         SQUARE, value_dim=64, batch=8, heads=40, kv_heads=40, rows=333, keys=333, causal=True
     ),
+    "hopper, many short rows of groups, D 128": replace(
+        SQUARE, dim=128, value_dim=128, batch=8, heads=40, kv_heads=20, rows=333, keys=333
+    ),
+    "hopper, few keys, D 128": replace(
+        SQUARE, dim=128, value_dim=96, kv_heads=4, rows=2000, keys=600
+    ),
+    "hopper, few keys of groups": replace(SQUARE, value_dim=64, rows=2000, keys=600),
     "hopper, fp16, window": replace(SQUARE, dtype=torch.float16, value_dim=64, window=(200, 90)),
     "hopper, mask": replace(MASKED, value_dim=64, mask_grad=True),
     "hopper, D 128, mask, causal": replace(
@@ -231,6 +238,24 @@ def test_fp32_on_hopper_has_nan_where_infinity_is_seen() -> None:
     expected[:, :, 7] = 0.0
     found = backend.forward(problem, kernel, tensors).out
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.mask
+@pytest.mark.parametrize("kernel", ["hopper", "tiled"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_nothing_flows_into_a_row_that_sees_no_key(kernel: str, dim: int) -> None:
+    case_of(kernel)
+    query, key, value = (torch.randn(2, 2, 200, dim, device=DEVICE, dtype=BF16) for _ in range(3))
+    value[:, :, 9, 3] = torch.nan
+    value[:, :, 150, 4] = torch.inf
+    mask = torch.ones(1, 1, 200, 200, dtype=torch.bool, device=DEVICE)
+    mask[:, :, 7] = False
+    tensors = Tensors(query, key, value, mask)
+    backend = plans.planner().backends[NAME]
+    problem = describe(tensors, Options(0.125), lse=True)
+    out = backend.forward(problem, kernel, tensors).out
+    assert bool((out[:, :, 7] == 0.0).all())
+    assert bool(out[..., 3].isnan().any())
 
 
 @pytest.mark.stress

@@ -670,8 +670,8 @@ def _consume_halves(block, shared, sums, CONSUMER: gl.constexpr):
     """
     gl.static_assert(block.FUSED)
     D: gl.constexpr = shared.keys.shape[3]
-    # Philox takes registers: then one half comes after the other.
-    SPARING: gl.constexpr = block.terms.DROPOUT
+    # Philox, masks and a softcap take registers: then one half comes after the other.
+    SPARING: gl.constexpr = block.terms.DROPOUT or block.terms.SOFTCAP or block.terms.MASK != 0
     ROW: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
     queries = shared.queries
     grads = shared.grads

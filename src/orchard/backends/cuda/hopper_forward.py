@@ -389,12 +389,14 @@ def _attend(consumer, rows, query, step, begin, end):
 
 
 @gluon.jit
-def share_of(terms, total):
-    """What sums of values are multiplied by; 0 for an empty row."""
-    share = gl.where(total == 0.0, 0.0, 1.0 / total)
+def result_of(terms, sums, total):
+    """The output of rows. Nothing flows into one that sees no key, not even NaN."""
+    share = 1.0 / total
     if terms.DROPOUT:
         share = share * terms.keep_scale
-    return share
+    ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    empty = gl.convert_layout(total, ROW, assert_trivial=True) == 0.0
+    return gl.where(gl.expand_dims(empty, 1), 0.0, faded(sums, share))
 
 
 @gluon.jit
@@ -445,7 +447,7 @@ def _consume(consumer, schedule, out, lse, queries):
             step = consumer.release(step, tile_end - end)
             sums, top, total, step = _attend(consumer, rows, query, step, begin, end)
             step = consumer.release(step, begin - tile_begin)
-            tile.store(faded(sums, share_of(terms, total)).to(tile.dtype))
+            tile.store(result_of(terms, sums, total).to(tile.dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(
                 out, [batch, head, first_row, 0], queries.buffers.index(slot % queries.STAGES)

@@ -22,7 +22,7 @@ from orchard.backends.cuda.hopper_common import (
     operand,
     product_layout,
 )
-from orchard.backends.cuda.hopper_forward import Rows, faded, share_of, softmax, store_lse
+from orchard.backends.cuda.hopper_forward import Rows, faded, result_of, softmax, store_lse
 from orchard.backends.cuda.hopper_fp32_plan import CONSUMERS, WIDTH
 from orchard.backends.cuda.hopper_terms import Terms, philox_key
 
@@ -287,11 +287,7 @@ def _tile(consumer, rows, slot, step, state, tile):
 
 
 @gluon.jit
-def _store(out, rows, sums, total, share, COLUMN: gl.constexpr):
-    ROW: gl.constexpr = gl.SliceLayout(1, product_layout(_WIDTH))
-    # Nothing flows into a row that sees no key, not even NaN.
-    empty = gl.convert_layout(total, ROW, assert_trivial=True) == 0.0
-    result = gl.where(gl.expand_dims(empty, 1), 0.0, faded(sums, share))
+def _store(out, rows, result, COLUMN: gl.constexpr):
     places, inside = out.places(rows.first, ROWS, COLUMN, product_layout(_WIDTH))
     gl.store(places, result, mask=inside)
 
@@ -312,11 +308,10 @@ def _attend(consumer, rows, out, lse, slot, step, begin, end):
         state = _tile(consumer, rows, slot, step, state, end - 1 - index)
         step += 1
     sums, more, top, total = state
-    share = share_of(terms, total)
     plane = out.plane(rows.batch, rows.head)
-    _store(plane, rows, sums, total, share, 0)
+    _store(plane, rows, result_of(terms, sums, total), 0)
     if WIDE:
-        _store(plane, rows, more, total, share, _WIDTH)
+        _store(plane, rows, result_of(terms, more, total), _WIDTH)
     if consumer.LSE:
         store_lse(work, terms, rows, lse, top, total)
     return step
