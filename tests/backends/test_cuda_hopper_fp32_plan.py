@@ -112,12 +112,12 @@ def test_what_the_table_leaves_to_others(tensors: Tensors, options: Options, cod
 @pytest.mark.parametrize(
     ("dim", "value_dim", "widths", "padded", "config"),
     [
-        (64, 64, 1, False, Config(64, 2, 200)),
-        (40, 64, 1, True, Config(64, 2, 200)),
-        (64, 1, 1, True, Config(64, 2, 200)),
-        (65, 64, 2, True, Config(64, 1, 200)),
-        (64, 128, 2, True, Config(64, 1, 200)),
-        (128, 128, 2, False, Config(64, 1, 200)),
+        (64, 64, 1, False, Config(64, 2, 208)),
+        (40, 64, 1, True, Config(64, 2, 208)),
+        (64, 1, 1, True, Config(64, 2, 208)),
+        (65, 64, 2, True, Config(64, 1, 208)),
+        (64, 128, 2, True, Config(64, 1, 208)),
+        (128, 128, 2, False, Config(64, 1, 208)),
     ],
 )
 def test_tiles_are_as_wide_as_the_wider_operand(
