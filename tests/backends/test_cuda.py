@@ -134,6 +134,10 @@ DECODE = Case("", "shape", batch=3, heads=8, kv_heads=2, rows=1, keys=3001, dim=
     [
         {},
         {"keys": 9000},  # more parts than are joined at once
+        {"keys": 3072},  # whole blocks
+        {"keys": 3072, "mask": "bool", "mask_axes": "bk"},
+        {"keys": 24_064},  # the same in wide blocks, if there are such
+        {"keys": 24_001},
         {"rows": 4, "causal": "bottom_right"},
         {"rows": 3, "window": (50, 20), "value_dim": 40},
         {"mask": "additive", "mask_axes": "hk", "dropout_p": 0.3},
@@ -145,7 +149,19 @@ DECODE = Case("", "shape", batch=3, heads=8, kv_heads=2, rows=1, keys=3001, dim=
 )
 def test_decode(options: dict[str, Any], dtype: torch.dtype, backend: CudaBackend) -> None:
     """Few rows against many keys, split and joined."""
-    case = replace(DECODE, name="", dtype=dtype, **options)
+    decodes(replace(DECODE, name="", dtype=dtype, **options))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("mask", ["additive", None])
+def test_decode_of_the_most_rows(
+    mask: str | None, dtype: torch.dtype, backend: CudaBackend
+) -> None:
+    """They and a mask of their own take the most memory, of as many keys as have wide blocks."""
+    decodes(replace(DECODE, name="", dtype=dtype, rows=16, keys=24_064, mask=mask))
+
+
+def decodes(case: Case) -> None:
     query, key, value = (o.tensor for o in build(case, torch.device("cuda")).operands)
     assert orchard.explain(query, key, value, backend=NAME).kernel == "decode"
     passes(case)

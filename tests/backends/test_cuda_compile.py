@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton"),
 ]
 
+MOST_DECODED = 32  # rows of each of two query heads
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}  # bytes that a program may have
 
 
@@ -35,7 +36,7 @@ class Recorder:
         self.calls: list[tuple[Step, tuple[Tensor | None, ...]]] = []
 
     def gpu(self, device: torch.device) -> Gpu:
-        return Gpu(self.architecture, 132)
+        return Gpu(self.architecture, 132, 228 * 1024)
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -51,20 +52,21 @@ def steps(
     options: Options,
     *,
     rows: int = 256,
+    keys: int = 4096,
     mask: tuple[int, ...] | None = None,
     transposed: bool = False,
 ) -> Iterator[tuple[Step, tuple[Tensor | None, ...]]]:
     """What a forward and, unless it is a decode, a backward launch."""
     recorder = Recorder(architecture)
     backend = CudaBackend(recorder)
-    shapes = ((1, 4, rows, dim), (1, 2, 4096, dim), (1, 2, 4096, dim))
+    shapes = ((1, 4, rows, dim), (1, 2, keys, dim), (1, 2, keys, dim))
     query, key, value = (torch.empty(shape, dtype=dtype) for shape in shapes)
     if transposed:
         query, key, value = (t.mT.contiguous().mT for t in (query, key, value))
     tensors = Tensors(query, key, value, None if mask is None else torch.empty(mask, dtype=dtype))
     tensors = tensors._replace(seed=torch.zeros(2, dtype=torch.int32))
     gradient = {"grad": True, "mask_grad": mask is not None}
-    kernel = "decode" if rows == 1 else "tiled"
+    kernel = "decode" if rows <= MOST_DECODED else "tiled"
     saved = backend.forward(describe(tensors, options, **gradient), kernel, tensors)
     if kernel == "tiled":
         grad_out = torch.empty_like(saved.out)
@@ -128,6 +130,35 @@ def test_a_kernel_that_begins_early_waits_before_it_reads(
     assert found[0] == "ACQBULK"
 
 
+def test_decodes_in_wide_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program to a multiprocessor, no stack, and half the products where blocks are whole."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    products = {}
+    for keys in (2**17, 2**17 - 1):
+        step, tensors = next(steps(90, torch.bfloat16, 128, Options(0.1), rows=1, keys=keys))
+        variant = step.specialisation.variant
+        assert variant.block_keys == 128
+        kernel = compiled(step.specialisation, pointers_of(tensors, True), 90)
+        assert SHARED_MEMORY[90] // 2 < kernel.metadata.shared <= SHARED_MEMORY[90]
+        assert stack(kernel.asm["cubin"], tmp_path) == 0
+        products[variant.whole] = kernel.asm["ptx"].count("mma.sync")
+    assert products[False] == 2 * products[True] > 0
+
+
+@pytest.mark.parametrize("rows", [1, MOST_DECODED])
+def test_decodes_with_masks_fit(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of as many keys as have wide blocks without a mask."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    keys = 2**17
+    mask = (1, 4, rows, keys)
+    step, tensors = next(
+        steps(90, torch.float16, 128, Options(0.1), rows=rows, keys=keys, mask=mask)
+    )
+    kernel = compiled(step.specialisation, pointers_of(tensors, True), 90)
+    assert kernel.metadata.shared <= SHARED_MEMORY[90]
+    assert stack(kernel.asm["cubin"], tmp_path) == 0
+
+
 FP32 = {
     "plain": (Options(0.1), {}),
     "causal, transposed": (CAUSAL, {"transposed": True}),
@@ -152,13 +183,23 @@ def test_fp32_on_hopper(
 
 
 def disassembled(machine_code: bytes, folder: Path) -> str:
+    return told("nvdisasm", "-c", machine_code, folder)
+
+
+def stack(machine_code: bytes, folder: Path) -> int:
+    """Bytes of it that a thread has."""
+    found = re.search(r"STACK:(\d+)", told("cuobjdump", "-res-usage", machine_code, folder))
+    assert found is not None
+    return int(found[1])
+
+
+def told(tool: str, option: str, machine_code: bytes, folder: Path) -> str:
+    """What one of the tools that come with Triton says of a kernel."""
     path = folder / "kernel.cubin"
     path.write_bytes(machine_code)
     tools = Path(importlib.import_module("triton").__file__ or "").parent / "backends/nvidia/bin"
-    found = subprocess.run(
-        [tools / "nvdisasm", "-c", path], capture_output=True, text=True, check=True
-    )
-    return found.stdout
+    found = subprocess.run([tools / tool, option, path], capture_output=True, text=True, check=True)
+    return found.stdout + found.stderr
 
 
 @pytest.mark.parametrize(("transposed", "aligned"), [(False, True), (True, True), (False, False)])

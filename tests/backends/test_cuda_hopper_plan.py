@@ -22,6 +22,7 @@ from orchard.backends.cuda.runtime import Gpu
 from orchard.dispatch.known import Known
 
 PROCESSORS = 132
+GPU = Gpu(90, PROCESSORS, 228 * 1024)
 
 
 def pose(
@@ -148,7 +149,7 @@ def test_a_deterministic_backward_is_configured_by_its_size_and_terms(
     monkeypatch.setattr(hopper_plan, "index_of", lambda device: 0)
     problem = pose(shape, stage="backward", **options)._replace(deterministic=True)
     kind = BackwardKind(problem, (), (), None)
-    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS)))
+    plan = hopper_plan.plan_backward(kind, Setting(GPU))
     special = plan.special
     assert (special.config.rows, special.rows.consumers) == (key_rows, consumers)
     assert (special.dynamic, plan.programs[2]) == (dynamic, programs)
@@ -172,7 +173,7 @@ def test_a_fused_backward_scales_dq_after_all_programs(
     monkeypatch.setattr(hopper_plan, "index_of", lambda device: 0)
     problem = pose((4, 32, 4096, head_dim), stage="backward")
     kind = BackwardKind(problem, (), (), None)
-    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS)))
+    plan = hopper_plan.plan_backward(kind, Setting(GPU))
     assert (plan.special.config.rows, plan.special.dynamic) == (rows, False)
     assert plan.programs[1:] == (plan.shares.programs, 4 * 32 * 64)
     assert plan.shares.blocks == 4 * 32 * 32
@@ -452,7 +453,7 @@ def test_a_backward_is_launched_with_its_tensors(
     problem = problem._replace(deterministic=deterministic)
     saved = Saved(torch.empty_like(tensors.query), torch.empty(2, 2, 2048))
     kind = BackwardKind(problem, saved.out.stride(), saved.lse.stride(), None)
-    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS)))
+    plan = hopper_plan.plan_backward(kind, Setting(GPU))
     grads = plan.run(None, tensors, saved, Upstream(grad_out, None))
     statistics, keys, last = (kernel.launches[0] for kernel in kernels)
 
@@ -528,7 +529,7 @@ def test_a_backward_with_an_added_mask(
     assert codes(problem) == []
     saved = Saved(torch.empty_like(query), torch.empty(2, 4, 200))
     kind = BackwardKind(problem, saved.out.stride(), saved.lse.stride(), None)
-    plan = hopper_plan.plan_backward(kind, Setting(Gpu(90, PROCESSORS)))
+    plan = hopper_plan.plan_backward(kind, Setting(GPU))
     runtime = RecordedRuntime()
     grads = plan.run(runtime, tensors, saved, Upstream(grad_out, None))
 

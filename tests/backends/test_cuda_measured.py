@@ -31,6 +31,7 @@ from orchard.dispatch.settings import Settings
 pytestmark = pytest.mark.dispatch
 
 GPU = torch.device("cuda", 0)
+A100 = Gpu(80, 108, 164 * 1024)
 CAUSAL = Options(0.125, band=Band(None, 0))
 FASTER, SLOWER, EVEN = (0.90, 0.92, 0.95), (1.1, 1.2, 1.3), (0.97, 0.99, 1.01)
 
@@ -243,8 +244,8 @@ def test_of_another_kernel_of_ours_nothing_is_known(use: Any) -> None:
 
 def test_the_family_is_that_of_the_gpu(use: Any) -> None:
     use(entry(kernel="tiled"), family="sm_80")
-    plans = planner(Ours(FakeRuntime(Gpu(80, 108))), Torchs())
-    ours = Ours(FakeRuntime(Gpu(80, 108)))
+    plans = planner(Ours(FakeRuntime(A100)), Torchs())
+    ours = Ours(FakeRuntime(A100))
     assert ours.yields_to(problem(), "tiled", "aten", "cudnn") is not None
     found = Ours(FakeRuntime()).yields_to(problem(), "tiled", "aten", "cudnn")
     assert found == Reason("measured", "was not measured on sm_90, where torch's kernel serves too")

@@ -21,6 +21,7 @@ from torch import Tensor
 from orchard.attention.problem import (
     Band,
     Gradients,
+    MaskSpec,
     Options,
     Problem,
     Saved,
@@ -30,6 +31,8 @@ from orchard.attention.problem import (
     describe,
 )
 from orchard.backends.cuda import CudaBackend, choice, configs, runtime, tuning
+from orchard.backends.cuda.configs import Config
+from orchard.backends.cuda.launch import Setting, plan_decode
 from orchard.backends.cuda.runtime import Gpu, KernelError, Layout, Step, TritonRuntime
 from orchard.backends.cuda.variant import Numbers, Strides
 
@@ -37,6 +40,7 @@ pytestmark = pytest.mark.dispatch
 
 SOURCES = Path(runtime.__file__).parent
 PLAIN = Options(0.25)
+H200 = Gpu(90, 132, 228 * 1024)
 EVERYTHING = Options(0.25, 3.0, Band(-9, 5), 6000)
 
 
@@ -44,7 +48,7 @@ class FakeRuntime:
     """In the place of Triton and a GPU: records what it is asked to do, and does nothing."""
 
     def __init__(self, gpu: Gpu | None = None) -> None:
-        self.found = gpu or Gpu(90, 132)
+        self.found = gpu or H200
         self.calls: list[tuple[Step, tuple[Tensor | None, ...]]] = []
         self.current: list[torch.device] = []
 
@@ -204,7 +208,7 @@ def test_without_triton_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_old_gpu_has_a_reason() -> None:
-    backend = CudaBackend(FakeRuntime(Gpu(75, 40)))
+    backend = CudaBackend(FakeRuntime(Gpu(75, 40, 64 * 1024)))
     reason = backend.probe(backend.capabilities[0], torch.device("cuda", 0))
     assert reason is not None
     assert reason.code == "arch"
@@ -214,10 +218,10 @@ def test_an_old_gpu_has_a_reason() -> None:
 @pytest.mark.parametrize("architecture", [80, 89, 100])
 def test_hopper_kernels_are_for_hopper(architecture: int) -> None:
     """Another GPU has a reason for them alone, before anything of them is planned."""
-    backend = CudaBackend(FakeRuntime(Gpu(architecture, 100)))
+    backend = CudaBackend(FakeRuntime(H200._replace(architecture=architecture)))
     for kernel in choice.KERNELS:
         if not kernel.capability.kernel.startswith("hopper"):
-            assert kernel.refuses(Gpu(architecture, 100)) is None
+            assert kernel.refuses(H200._replace(architecture=architecture)) is None
             continue
         reason = backend.probe(kernel.capability, torch.device("cuda", 0))
         assert reason is not None
@@ -443,7 +447,7 @@ def test_decode_splits() -> None:
 @pytest.mark.parametrize(("architecture", "early"), [(80, False), (90, True)])
 def test_a_join_begins_early(architecture: int, early: bool) -> None:
     """Where a GPU has dependent launches."""
-    fake = FakeRuntime(Gpu(architecture, 132))
+    fake = FakeRuntime(H200._replace(architecture=architecture))
     backend = CudaBackend(fake)
     for keys, expected in ((9000, [False, early]), (60, [False])):
         tensors = operands(1, keys)
@@ -452,24 +456,147 @@ def test_a_join_begins_early(architecture: int, early: bool) -> None:
         fake.calls.clear()
 
 
+def decoded(
+    batch: int, kv_heads: int, keys: int, rows: int = 1, options: Options = PLAIN
+) -> Problem:
+    """bf16, four query heads to a key head, D 128."""
+    shapes = ((batch, 4 * kv_heads, rows, 128), *((batch, kv_heads, keys, 128),) * 2)
+    operands = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    return describe(Tensors(*operands), options)
+
+
+NARROW, WIDE = Config(16, 64, 4, 3), Config(16, 128, 4, 3)
+TABLE = decoded(8, 8, 16384)
+
+
+def test_the_programs_that_fit_on_a_multiprocessor() -> None:
+    """Two, or one where two have not room for the keys and values they have on the way."""
+    small = H200._replace(shared_memory=100 * 1024)
+    halves, singles = TABLE, TABLE._replace(dtype=torch.float32)
+    slim = TABLE._replace(value_shape=(8, 8, 16384, 16))
+    assert [tuning._resident(halves, H200, config) for config in (NARROW, WIDE)] == [2, 1]
+    assert [tuning._resident(halves, small, config) for config in (NARROW, WIDE)] == [1, 1]
+    assert tuning._resident(singles, H200, NARROW) == 1
+    assert tuning._resident(slim, H200, WIDE) == 2
+    assert tuning._resident(halves, H200, WIDE._replace(stages=2)) == 2
+    assert tuning._resident(halves, H200, WIDE._replace(stages=1)) == 2
+
+
+def test_two_programs_of_any_other_shipped_decode_fit() -> None:
+    """On the smallest GPU of each family that has a config of its own, and on any for the rest."""
+    memory = {"default": 64 * 1024, "sm_90": 228 * 1024}
+    for family, roles in configs.shipped().items():
+        for size, heads in roles["decode"].items():
+            dtype = torch.bfloat16 if size == "half" else torch.float32
+            for dim, entry in heads.items():
+                shape = (8, 8, 16384, int(dim))
+                problem = TABLE._replace(
+                    query_shape=shape, key_shape=shape, value_shape=shape, dtype=dtype
+                )
+                gpu = H200._replace(shared_memory=memory[family])
+                found = Config(*entry)
+                assert tuning._resident(problem, gpu, found) == (1 if found == WIDE else 2)
+
+
+@pytest.mark.parametrize(("config", "resident"), [(NARROW, 2), (WIDE, 1)], ids=str)
 @pytest.mark.parametrize(
-    ("batch", "kv_heads", "keys"), [(8, 8, 16384), (1, 1, 16384), (64, 8, 4096)]
+    ("batch", "kv_heads", "keys"), [(8, 8, 16384), (1, 1, 16384), (1, 2, 99_000), (64, 8, 4096)]
 )
-def test_splits_keep_the_gpu_busy(batch: int, kv_heads: int, keys: int) -> None:
+def test_splits_keep_the_gpu_busy(
+    batch: int, kv_heads: int, keys: int, config: Config, resident: int
+) -> None:
     """No more parts than help: programs fill the GPU as well as they can, within a tenth."""
-    shapes = ((batch, 4 * kv_heads, 1, 64), *((batch, kv_heads, keys, 64),) * 2)
-    tensors = Tensors(*(torch.empty(1).expand(shape) for shape in shapes))
-    gpu = Gpu(90, 132)
-    chosen = tuning.splits(describe(tensors, PLAIN), gpu, 64)
-    places = 2 * gpu.processors
+    chosen = tuning.splits(decoded(batch, kv_heads, keys), H200, config)
+    places = resident * H200.processors
 
     def busy(splits: int) -> float:
         programs = batch * kv_heads * splits
         return programs / (-(-programs // places) * places)
 
-    best = max(map(busy, range(1, keys // 64 // 4 + 1)))
+    most = min(128, -(-keys // config.keys) // 4)
+    best = max(map(busy, range(1, most + 1)))
     assert busy(chosen) >= 0.9 * best
     assert all(busy(fewer) < 0.9 * best for fewer in range(1, chosen))
+
+
+def planned(problem: Problem) -> tuple[Step, int]:
+    """The first kernel of a decode on an H200, and the keys of each of its programs."""
+    step = plan_decode(problem, Setting(H200)).step
+    return step, step.arguments[-2] * step.specialisation.variant.block_keys
+
+
+def test_a_long_decode_on_hopper() -> None:
+    """One program to a multiprocessor, with wide blocks, which are all whole."""
+    step, keys = planned(TABLE)
+    assert tuning.config(TABLE, H200, "decode") == WIDE
+    assert (step.programs, keys) == (8 * 8 * 2, 16384 // 2)
+    assert step.specialisation.variant.whole
+
+
+@pytest.mark.parametrize("keys", [1000, 4096, 8192, 20_000, 40_000, 100_000])
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 1), (1, 2), (1, 8), (2, 8), (8, 8), (5, 7)])
+def test_wide_blocks_keep_multiprocessors_as_busy(batch: int, kv_heads: int, keys: int) -> None:
+    """The last program ends after as many keys as with the usual blocks, but for one block; of
+    that time multiprocessors are busy for four fifths. Where they would not be, nothing changes."""
+
+    def turns(step: Step) -> int:
+        return -(-step.programs // H200.processors)
+
+    problem = decoded(batch, kv_heads, keys)
+    usual = plan_decode(problem, Setting(H200, {"decode": NARROW})).step
+    step, per_program = planned(problem)
+    if step.specialisation.variant.block_keys == WIDE.keys:
+        before = turns(usual) * usual.arguments[-2] * NARROW.keys
+        assert turns(step) * per_program <= before + WIDE.keys
+        busy = batch * kv_heads * keys / (turns(step) * per_program * H200.processors)
+        assert busy >= 0.8
+    else:
+        assert batch * kv_heads * keys < 1024 * H200.processors
+        assert step.arguments == usual.arguments
+
+
+MASKED = MaskSpec(torch.bool, (8, 32, 1, 16384), (0, 0, 0, 1))
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        decoded(8, 8, 2048),
+        decoded(8, 8, 16384, rows=5),
+        decoded(8, 8, 16384, options=Options(0.25, band=Band(-9000, None))),
+        decoded(8, 8, 16384, options=Options(0.25, threshold=6000)),
+        TABLE._replace(mask=MASKED),
+        TABLE._replace(aligned=False),
+        TABLE._replace(key_strides=(8 * 16384 * 132, 16384 * 132, 132, 1)),
+        TABLE._replace(value_strides=(16384 * 2048, 256, 2048, 2)),
+    ],
+    ids=["short", "rows", "band", "dropout", "mask", "start", "stride", "columns"],
+)
+def test_what_wide_blocks_are_not_for(problem: Problem, user_table: Path) -> None:
+    """Ours; what the user has tuned is taken as it is."""
+    rows = 32 if problem.query_length == 5 else 16
+    assert tuning.config(problem, H200, "decode") == NARROW._replace(rows=rows)
+    configs.write(user_table, "sm_90", {tuning.entry_of(problem, "decode"): WIDE})
+    assert tuning.config(problem, H200, "decode") == WIDE._replace(rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "whole"),
+    [
+        (16384, PLAIN, True),
+        (16384, Options(0.25, 3.0, None, 6000), True),
+        (16383, PLAIN, False),
+        (16384 + 64, PLAIN, False),
+        (1024 + 64, PLAIN, True),
+        (16384, Options(0.25, band=Band(-9000, None)), False),
+    ],
+)
+def test_whole_blocks(keys: int, options: Options, whole: bool) -> None:
+    """Of the config that is used; the kernel that joins does not depend on it."""
+    plan = plan_decode(decoded(8, 8, keys, options=options), Setting(H200))
+    assert plan.step.specialisation.variant.whole == whole
+    assert plan.join is not None
+    assert not plan.join.specialisation.variant.whole
 
 
 def test_packing_copies_what_is_strided() -> None:
@@ -496,7 +623,7 @@ def matmul() -> Iterator[Any]:
 
 def test_tf32_where_torch_allows_it(matmul: Any) -> None:
     """fp32 products are exact to fp32 unless torch is told that they need not be."""
-    fake = FakeRuntime(Gpu(80, 108))
+    fake = FakeRuntime(H200._replace(architecture=80))
     backend, tensors = CudaBackend(fake), operands()
     for allowed in ("ieee", "tf32", "ieee"):
         matmul.fp32_precision = allowed
@@ -571,7 +698,7 @@ def test_every_problem_has_a_config() -> None:
 def test_tuned_families_differ() -> None:
     """A family's own entry is taken where there is one, the default's otherwise."""
     problem = describe(operands(dim=64, value_dim=64), PLAIN)
-    tuned, usual = Gpu(90, 132), Gpu(89, 100)
+    tuned, usual = H200, Gpu(89, 100, 100 * 1024)
     assert tuning.config(problem, tuned, "grad_query") != tuning.config(
         problem, usual, "grad_query"
     )
@@ -617,7 +744,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     fake = types.SimpleNamespace(runtime=types.SimpleNamespace(driver=driver))
     monkeypatch.setitem(sys.modules, "triton", fake)
     monkeypatch.setattr(runtime, "compiled", made)
-    monkeypatch.setattr(TritonRuntime, "gpu", lambda *_: Gpu(90, 132))
+    monkeypatch.setattr(TritonRuntime, "gpu", lambda *_: H200)
     return made
 
 

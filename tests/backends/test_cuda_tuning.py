@@ -29,7 +29,7 @@ from orchard.testing.cuda_tuning import Workbench, candidates, roles_of, tune
 pytestmark = pytest.mark.dispatch
 
 CPU = torch.device("cpu")
-GPU = Gpu(90, 132)
+GPU = Gpu(90, 132, 228 * 1024)
 HALF = torch.bfloat16
 TILED = Case("", 1, 2, 2, rows=256, keys=256, dtype=HALF)
 DECODED = Case("", 1, 8, 2, rows=1, keys=20_000, dtype=HALF)
@@ -224,7 +224,7 @@ def test_the_user_s_table_goes_first(user_table: Path) -> None:
     shipped = tuning.config(problem(), GPU, "forward")
     configs.write(user_table, "sm_90", {entry: BEST})
     assert tuning.config(problem(), GPU, "forward") == BEST
-    assert tuning.config(problem(), Gpu(80, 108), "forward") != BEST
+    assert tuning.config(problem(), Gpu(80, 108, 164 * 1024), "forward") != BEST
     assert tuning.config(problem(128), GPU, "forward") == shipped
     trial = Config(64, 128, 4, 2)
     assert tuning.config(problem(), GPU, "forward", {"forward": trial}) == trial

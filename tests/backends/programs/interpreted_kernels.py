@@ -69,6 +69,19 @@ MASKS = (
 )
 DECODES = (
     replace(PLAIN, name="one row", rows=1, keys=210),
+    replace(PLAIN, name="one row, whole blocks", rows=1, keys=208),
+    replace(PLAIN, name="one whole block, bf16", rows=1, keys=16, dtype=BRAIN, dim=40),
+    replace(
+        PLAIN,
+        name="whole blocks, grouped, dropout, mask",
+        rows=3,
+        keys=160,
+        heads=4,
+        dropout_p=0.3,
+        mask="bool",
+        softcap=2.0,
+    ),
+    replace(PLAIN, name="whole blocks, window", rows=5, keys=160, window=(3, 40)),
     replace(PLAIN, name="one row, few keys, bf16", rows=1, keys=7, dtype=BRAIN, dim=40),
     replace(
         PLAIN,

@@ -68,7 +68,7 @@ class InterpretedRuntime:
     launched: ClassVar[set[str]] = set()
 
     def gpu(self, device: torch.device) -> Gpu:
-        return Gpu(80, 108)
+        return Gpu(80, 108, 164 * 1024)
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -91,7 +91,10 @@ def attend(q, rows, seen, begin, end, numbers, how: tl.constexpr):
     if how.low:
         state = _walk(state, tl.maximum(least, begin), inner, q, rows, seen, numbers, how, True)
     state = _walk(state, inner, outer, q, rows, seen, numbers, how, False)
-    return _walk(state, outer, tl.minimum(most, end), q, rows, seen, numbers, how, True)
+    if not how.whole:
+        last = tl.minimum(most, end)
+        state = _walk(state, outer, last, q, rows, seen, numbers, how, True)
+    return state
 
 
 @triton.jit

@@ -225,14 +225,15 @@ def plan_decode(problem: Problem, setting: Setting) -> Decode:
     config = setting.config(problem, "decode")
     out, lse = _outputs(problem)
     key_blocks = blocks(problem.key_length, config.keys)
-    per_split = blocks(key_blocks, tuning.splits(problem, setting.gpu, config.keys))
+    per_split = blocks(key_blocks, tuning.splits(problem, setting.gpu, config))
     splits = blocks(key_blocks, per_split)
     variant = _variant(problem, config)._replace(lse=lse is not None, split=splits > 1)
+    whole = problem.options.band is None and problem.key_length % config.keys == 0
     step = _step(
         problem,
         "decode.attention_splits",
         (*_operand_strides(problem), Strides(*out.strides)),
-        variant,
+        variant._replace(whole=whole),
         config,
         integers=(splits, per_split),
         programs=splits * problem.kv_heads * problem.batch,

@@ -34,6 +34,7 @@ class KernelError(RuntimeError):
 class Gpu(NamedTuple):
     architecture: int  # 90 for compute capability 9.0
     processors: int
+    shared_memory: int  # bytes of a multiprocessor
 
     @property
     def family(self) -> str:
@@ -129,7 +130,11 @@ class TritonRuntime:
     def gpu(self, device: torch.device) -> Gpu:
         properties = torch.cuda.get_device_properties(device)
         architecture = 10 * properties.major + properties.minor
-        return Gpu(architecture, properties.multi_processor_count)
+        return Gpu(
+            architecture,
+            properties.multi_processor_count,
+            properties.shared_memory_per_multiprocessor,
+        )
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.index == torch._C._cuda_getDevice():

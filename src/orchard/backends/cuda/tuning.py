@@ -10,11 +10,16 @@ from orchard.attention.problem import Problem
 from orchard.backends.cuda import configs
 from orchard.backends.cuda.configs import Config, Entry, Role
 from orchard.backends.cuda.runtime import Gpu
+from orchard.dispatch.backend import rows_aligned
 
 _SPLIT_BLOCKS = 4  # blocks of keys of a split at least: below, joining costs more than it gains
 _MOST_SPLITS = 128
-_RESIDENT = 2  # programs of a decode that run on a multiprocessor at once
+_MOST_RESIDENT = 2  # programs of a decode that run on a multiprocessor at once
 _GOOD_ENOUGH = 0.9  # of the best share of busy multiprocessors
+
+_USUAL_KEYS = 64  # of a decode's block; wide ones have more
+_WIDE_ROWS = 16  # of a decode's block at most, where that of keys is wide
+_WIDE_SHARE = 1024  # keys of a multiprocessor at least, likewise: fewer are not shared evenly
 
 
 def blocks(length: int, size: int) -> int:
@@ -38,19 +43,41 @@ def config(
 
     `trials` go before any table.
     """
-    found = (trials or {}).get(role) or _known(entry_of(problem, role), gpu.family)
+    entry = entry_of(problem, role)
+    found = (trials or {}).get(role) or configs.lookup(configs.of_the_user(), gpu.family, entry)
+    if found is None:
+        found = _shipped(entry, gpu.family)
+        if role == "decode" and not _suits_wide_blocks(problem, gpu):
+            found = found._replace(keys=min(found.keys, _USUAL_KEYS))
     if role == "decode":
-        found = found._replace(rows=head_block(group(problem) * problem.query_length))
+        found = found._replace(rows=_packed_rows(problem))
     return found
 
 
-def _known(entry: Entry, family: str) -> Config:
-    shipped = configs.shipped()
-    for table, name in ((configs.of_the_user(), family), (shipped, family), (shipped, "default")):
-        found = configs.lookup(table, name, entry)
+def _shipped(entry: Entry, family: str) -> Config:
+    for name in (family, "default"):
+        found = configs.lookup(configs.shipped(), name, entry)
         if found is not None:
             return found
     raise AssertionError(f"the shipped table has no {entry}")
+
+
+def _suits_wide_blocks(problem: Problem, gpu: Gpu) -> bool:
+    """Whether a decode is like those that wide blocks of keys were tuned on.
+
+    With masks or more rows they do not fit into shared memory; with bands, dropout or rows that
+    cannot be copied in runs of 16 bytes they spill registers.
+    """
+    options, keys = problem.options, problem.key_length * problem.batch * problem.kv_heads
+    plain = problem.mask is None and options.band is None and not options.threshold
+    in_runs = rows_aligned(problem) and problem.key_strides[3] == problem.value_strides[3] == 1
+    few_rows = _packed_rows(problem) <= _WIDE_ROWS
+    return plain and in_runs and few_rows and keys >= _WIDE_SHARE * gpu.processors
+
+
+def _packed_rows(problem: Problem) -> int:
+    """Rows of a decode's block: those of all query heads of a key head."""
+    return head_block(group(problem) * problem.query_length)
 
 
 def group(problem: Problem) -> int:
@@ -58,11 +85,20 @@ def group(problem: Problem) -> int:
     return problem.heads // max(1, problem.kv_heads)
 
 
-def splits(problem: Problem, gpu: Gpu, block_keys: int) -> int:
+def splits(problem: Problem, gpu: Gpu, config: Config) -> int:
     """Into how many parts the keys of a decode are split: the fewest that keep the GPU busy."""
     others = max(1, problem.batch * problem.kv_heads)
-    places = _RESIDENT * gpu.processors
-    most = max(1, min(_MOST_SPLITS, blocks(problem.key_length, block_keys) // _SPLIT_BLOCKS))
+    places = _resident(problem, gpu, config) * gpu.processors
+    most = max(1, min(_MOST_SPLITS, blocks(problem.key_length, config.keys) // _SPLIT_BLOCKS))
     busy = [others * n / (blocks(others * n, places) * places) for n in range(1, most + 1)]
     wanted = _GOOD_ENOUGH * max(busy)
     return 1 + next(n for n, share in enumerate(busy) if share >= wanted)
+
+
+def _resident(problem: Problem, gpu: Gpu, config: Config) -> int:
+    """Programs of a decode that run on a multiprocessor at once: as many as its shared memory has
+    room for the keys and values that they have on the way."""
+    columns = head_block(problem.head_dim) + head_block(problem.value_dim)
+    block = config.keys * columns * problem.dtype.itemsize
+    on_the_way = max(1, config.stages - 1) * block  # the last stage is computed with
+    return max(1, min(_MOST_RESIDENT, gpu.shared_memory // on_the_way))

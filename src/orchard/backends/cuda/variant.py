@@ -24,6 +24,7 @@ class Variant(NamedTuple):
     late_scale: bool = False  # scores stay unscaled until they are exponents
     lse: bool = False  # a forward stores it
     split: bool = False  # a decode leaves parts to join
+    whole: bool = False  # there is no band, and every block of keys is a whole one
     early: bool = False  # a program begins while the kernel before it ends, and waits for that
     grad_lse: bool = False
     empty_rows: bool = False  # some row may have nothing to attend to
