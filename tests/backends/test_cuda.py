@@ -136,8 +136,6 @@ DECODE = Case("", "shape", batch=3, heads=8, kv_heads=2, rows=1, keys=3001, dim=
         {"keys": 9000},  # more parts than are joined at once
         {"keys": 3072},  # whole blocks
         {"keys": 3072, "mask": "bool", "mask_axes": "bk"},
-        {"keys": 24_064},  # the same in wide blocks, if there are such
-        {"keys": 24_001},
         {"rows": 4, "causal": "bottom_right"},
         {"rows": 3, "window": (50, 20), "value_dim": 40},
         {"mask": "additive", "mask_axes": "hk", "dropout_p": 0.3},
@@ -150,6 +148,13 @@ DECODE = Case("", "shape", batch=3, heads=8, kv_heads=2, rows=1, keys=3001, dim=
 def test_decode(options: dict[str, Any], dtype: torch.dtype, backend: CudaBackend) -> None:
     """Few rows against many keys, split and joined."""
     decodes(replace(DECODE, name="", dtype=dtype, **options))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("keys", [24_064, 24_001])
+def test_decode_in_wide_blocks(keys: int, dtype: torch.dtype, backend: CudaBackend) -> None:
+    """If there are such: keys enough for all multiprocessors, in whole blocks and not."""
+    decodes(replace(DECODE, name="", dtype=dtype, keys=keys))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -45,9 +45,8 @@ CASES = {
     "decode": replace(LONG, value_dim=64),
     "decode, fp32": replace(LONG, dtype=torch.float32, dim=40, value_dim=24),
     "hopper_fp32": replace(SINGLE, value_dim=64, causal=True),
-    "hopper_fp32, D 128, mask": replace(
-        SINGLE, dim=128, value_dim=128, mask="bool", mask_axes="bqk"
-    ),
+    "hopper_fp32, D 128": replace(SINGLE, dim=128, value_dim=128),
+    "hopper_fp32, mask": replace(SINGLE, value_dim=64, mask="bool", mask_axes="bqk"),
     "hopper_fp32, odd rows, window": replace(SINGLE, dim=33, value_dim=71, window=(200, 90)),
     "hopper": replace(SQUARE, value_dim=64),
     "hopper, D 128, causal": replace(SQUARE, dim=128, value_dim=128, causal=True),
@@ -191,7 +190,9 @@ def test_nothing_is_written_beside_the_outputs(name: str, monkeypatch: pytest.Mo
     found = problem.solve()
     assert len(around.margins) >= 5  # out, lse and three gradients
     assert around.intact()
-    assert differences(found._replace(grad_query=None), expected._replace(grad_query=None)) == []
+    # Programs add to dQ in any order, and where keys are few to dK and dV.
+    varying = {"grad_query", "grad_key", "grad_value"} if "few keys" in name else {"grad_query"}
+    assert set(differences(found, expected)) <= varying
 
 
 @pytest.mark.stress

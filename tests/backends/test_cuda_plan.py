@@ -196,6 +196,38 @@ def test_reasons(tensors: Tensors, options: Options, code: str) -> None:
     assert said >= {"decode", "packed", "tiled"}
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "mask", "threshold", "stage", "taken"),
+    [
+        (128, 128, torch.ones(1, 1, 300, 400).bool(), 6000, "backward", False),
+        (40, 65, torch.ones(2, 1, 1, 400).bool(), 6000, "backward", False),
+        (128, 128, torch.ones(1, 1, 300, 400).bool(), 6000, "forward", True),
+        (128, 128, torch.ones(1, 1, 300, 400).bool(), 0, "backward", True),
+        (128, 128, torch.zeros(1, 1, 300, 400), 6000, "backward", True),
+        (128, 128, None, 6000, "backward", True),
+        (64, 64, torch.ones(1, 1, 300, 400).bool(), 6000, "backward", True),
+        (129, 64, torch.ones(1, 1, 300, 400).bool(), 6000, "backward", True),
+    ],
+)
+def test_gradients_that_were_measured_wrong_are_left_to_others(
+    dim: int,
+    value_dim: int,
+    mask: Tensor | None,
+    threshold: int,
+    stage: str,
+    taken: bool,
+    layout: str,
+) -> None:
+    """On an H200 dQ of fp32, D 128, with a bool mask and dropout was."""
+    tensors = operands(dim=dim, value_dim=value_dim)._replace(mask=mask)
+    if layout == "strided":
+        tensors = tensors._replace(key=strided(tensors.key))
+    more = {"stage": stage, "grad_out": torch.empty(2, 4, 300, value_dim), "grad": True}
+    problem = describe(tensors, Options(0.25, threshold=threshold), **more)
+    assert (kernel_of(problem) is not None) == taken
+
+
 def test_without_triton_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing Triton is no ImportError, and the reason has the words of the error."""
     monkeypatch.setitem(sys.modules, "triton", None)
