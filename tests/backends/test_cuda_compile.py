@@ -54,7 +54,9 @@ def steps(
     rows: int = 256,
     keys: int = 4096,
     mask: tuple[int, ...] | None = None,
+    mask_dtype: torch.dtype | None = None,
     transposed: bool = False,
+    tf32: bool = False,
 ) -> Iterator[tuple[Step, tuple[Tensor | None, ...]]]:
     """What a forward and, unless it is a decode, a backward launch."""
     recorder = Recorder(architecture)
@@ -63,14 +65,16 @@ def steps(
     query, key, value = (torch.empty(shape, dtype=dtype) for shape in shapes)
     if transposed:
         query, key, value = (t.mT.contiguous().mT for t in (query, key, value))
-    tensors = Tensors(query, key, value, None if mask is None else torch.empty(mask, dtype=dtype))
-    tensors = tensors._replace(seed=torch.zeros(2, dtype=torch.int32))
-    gradient = {"grad": True, "mask_grad": mask is not None}
+    given = None if mask is None else torch.empty(mask, dtype=mask_dtype or dtype)
+    tensors = Tensors(query, key, value, given, torch.zeros(2, dtype=torch.int32))
+    gradient = {"grad": True, "mask_grad": mask is not None and mask_dtype is None}
     kernel = "decode" if rows <= MOST_DECODED else "tiled"
-    saved = backend.forward(describe(tensors, options, **gradient), kernel, tensors)
+    problem = describe(tensors, options, **gradient)._replace(tf32=tf32)
+    saved = backend.forward(problem, kernel, tensors)
     if kernel == "tiled":
         grad_out = torch.empty_like(saved.out)
         problem = describe(tensors, options, stage="backward", grad_out=grad_out, **gradient)
+        problem = problem._replace(tf32=tf32)
         backend.backward(problem, kernel, tensors, saved, Upstream(grad_out, None))
     yield from recorder.calls
 
@@ -89,6 +93,15 @@ PROBLEMS = {
     ),
     "bf16, D 128, decode": (torch.bfloat16, 128, Options(0.1), {"rows": 1}),
     "fp32, D 64": (torch.float32, 64, Options(0.1), {}),
+}
+CHOSEN = {"mask": (1, 1, 256, 4096), "mask_dtype": torch.bool}
+DEEP = {
+    "fp32, D 128": (90, torch.float32, 128, CHOSEN),
+    "TF32, D 128": (80, torch.float32, 128, CHOSEN | {"tf32": True}),
+    "TF32, D 256, decode": (
+        *(90, torch.float32, 256),
+        {"rows": 1, "mask": (1, 4, 1, 4096), "mask_dtype": torch.bool, "tf32": True},
+    ),
 }
 # The default blocks, and those of Hopper where they differ most.
 COMPILED = [(name, 80) for name in PROBLEMS if "mask" not in name] + [
@@ -113,6 +126,37 @@ def test_kernels_compile(
             assert kernel.metadata.shared <= SHARED_MEMORY[86]
         seen.add(step.specialisation.kernel)
     assert len(seen) >= 2
+
+
+def shallow_operands(kernel: Any) -> set[str]:
+    """Operands of tensor cores that are less deep than a row of their layout: 4 runs of kWidth."""
+    found = set()
+    pattern = (
+        r"tensor<(\d+)x(\d+)x\w+, #ttg.dot_op<{opIdx = (\d), parent = #mma\d*, kWidth = (\d+)}>"
+    )
+    seen = list(re.finditer(pattern, kernel.asm["ttgir"]))
+    for match in seen:
+        height, width, place, run = (int(number) for number in match.groups())
+        if (width if place == 0 else height) < 4 * run:
+            found.add(match[0])
+    assert seen
+    return found
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_products_are_as_deep_as_their_layouts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bool mask and dropout, where Triton's runs are longest and our blocks smallest."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    architecture, dtype, dim, rest = DEEP[name]
+    for step, tensors in steps(architecture, dtype, dim, Options(0.1, threshold=6000), **rest):
+        variant, kind = step.specialisation.variant, step.specialisation.kernel
+        if variant.precision == "ieee" or kind.endswith(("join", "rows")):
+            continue
+        kernel = compiled(step.specialisation, pointers_of(tensors, True), architecture)
+        assert shallow_operands(kernel) == set(), (kind, variant)
+        assert kernel.metadata.shared <= SHARED_MEMORY[architecture]
 
 
 @pytest.mark.parametrize("dim", [64, 128])

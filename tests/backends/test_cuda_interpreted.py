@@ -48,3 +48,12 @@ def test_interpreted_kernels(groups: tuple[str, ...], kernels: set[str], run_pro
         cases = printed["found"][group]
         assert cases
         assert {name: said for name, said in cases.items() if said} == {}
+
+
+def test_around_the_hopper_backward(run_program: Run) -> None:
+    """Statistics of rows, all the memory that is to be 0, and rows of dQ that are left to do."""
+    done = run_program("interpreted_hopper")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 6
+    assert {name: said for name, said in found.items() if said} == {}

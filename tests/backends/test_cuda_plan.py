@@ -196,36 +196,28 @@ def test_reasons(tensors: Tensors, options: Options, code: str) -> None:
     assert said >= {"decode", "packed", "tiled"}
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "strided"])
 @pytest.mark.parametrize(
-    ("dim", "value_dim", "mask", "threshold", "stage", "taken"),
+    ("role", "dim", "tf32", "threshold", "hidden", "blocks"),
     [
-        (128, 128, torch.ones(1, 1, 300, 400).bool(), 6000, "backward", False),
-        (40, 65, torch.ones(2, 1, 1, 400).bool(), 6000, "backward", False),
-        (128, 128, torch.ones(1, 1, 300, 400).bool(), 6000, "forward", True),
-        (128, 128, torch.ones(1, 1, 300, 400).bool(), 0, "backward", True),
-        (128, 128, torch.zeros(1, 1, 300, 400), 6000, "backward", True),
-        (128, 128, None, 6000, "backward", True),
-        (64, 64, torch.ones(1, 1, 300, 400).bool(), 6000, "backward", True),
-        (129, 64, torch.ones(1, 1, 300, 400).bool(), 6000, "backward", True),
+        ("grad_query", 128, False, 6000, True, (16, 32)),  # (32, 16), by tensor cores
+        ("grad_query", 128, False, 0, True, (32, 16)),
+        ("grad_query", 128, False, 6000, False, (32, 16)),
+        ("grad_query", 64, False, 6000, True, (32, 32)),
+        ("grad_query", 256, False, 6000, True, (16, 16)),  # not by tensor cores
+        ("grad_query", 256, True, 6000, True, (16, 32)),
+        ("grad_key_value", 256, True, 6000, True, (32, 16)),
+        ("forward", 256, True, 6000, True, (16, 32)),
+        ("rows", 256, True, 6000, True, (16, 16)),
     ],
 )
-def test_gradients_that_were_measured_wrong_are_left_to_others(
-    dim: int,
-    value_dim: int,
-    mask: Tensor | None,
-    threshold: int,
-    stage: str,
-    taken: bool,
-    layout: str,
+def test_weights_are_multiplied_deep_enough(
+    role: configs.Role, dim: int, tf32: bool, threshold: int, hidden: bool, blocks: tuple[int, int]
 ) -> None:
-    """On an H200 dQ of fp32, D 128, with a bool mask and dropout was."""
-    tensors = operands(dim=dim, value_dim=value_dim)._replace(mask=mask)
-    if layout == "strided":
-        tensors = tensors._replace(key=strided(tensors.key))
-    more = {"stage": stage, "grad_out": torch.empty(2, 4, 300, value_dim), "grad": True}
-    problem = describe(tensors, Options(0.25, threshold=threshold), **more)
-    assert (kernel_of(problem) is not None) == taken
+    """With a bool mask and dropout Triton's layout of these products is 32 deep."""
+    mask = torch.ones(1, 1, 300, 400)
+    tensors = operands(dim=dim)._replace(mask=mask.bool() if hidden else mask)
+    problem = describe(tensors, Options(0.25, threshold=threshold))._replace(tf32=tf32)
+    assert tuning.config(problem, H200, role)[:2] == blocks
 
 
 def test_without_triton_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,15 +110,8 @@ def by_name(name: str) -> Kernel:
     return next(kernel for kernel in KERNELS if kernel.capability.kernel == name)
 
 
-def _tiled_reasons(problem: Problem) -> tuple[Reason, ...]:
-    """Of all kernels that were run one gave wrong answers on an H200: dQ of such problems."""
-    mask, widest = problem.mask, max(problem.head_dim, problem.value_dim)
-    gradients = problem.stage != "forward" and problem.dtype == torch.float32 and 64 < widest <= 128
-    dropped = problem.options.threshold != 0 and mask is not None and mask.kind == "bool"
-    if not (gradients and dropped):
-        return ()
-    sentence = "takes no gradients of fp32 with a bool mask, dropout and head dimensions 65 to 128"
-    return (Reason("compiled", sentence, "give an added mask, or 16-bit operands"),)
+def _no_reasons(problem: Problem) -> tuple[Reason, ...]:
+    return ()
 
 
 def _decode_reasons(problem: Problem) -> tuple[Reason, ...]:
@@ -133,7 +126,7 @@ def _packed_reasons(problem: Problem) -> tuple[Reason, ...]:
         return (Reason("rows", f"copies nothing for fewer than {PACKED_ROWS} rows"),)
     if not _strided(problem):
         return (Reason("packed", "every operand has runs of elements; nothing is to be copied"),)
-    return _tiled_reasons(problem)
+    return ()
 
 
 def _strided(problem: Problem) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -204,6 +197,6 @@ KERNELS = (
     ),
     Kernel(_HOPPER_FP32, hopper_fp32_plan.reasons, _plan_hopper_fp32, refuses=_not_hopper),
     Kernel(_general("packed"), _packed_reasons, _plan_packed_forward, _plan_packed_backward),
-    Kernel(_general("tiled"), _tiled_reasons, plan_forward, plan_backward),
+    Kernel(_general("tiled"), _no_reasons, plan_forward, plan_backward),
 )
 CAPABILITIES = tuple(kernel.capability for kernel in KERNELS)

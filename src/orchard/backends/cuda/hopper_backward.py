@@ -6,8 +6,6 @@ memory and add dQ = dS K to an fp32 buffer by TMA; its order of additions varies
 So it may where programs share the rows of a block, and add up what they have of dK and dV.
 """
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,15 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from orchard.backends.cuda.hopper_common import (
-    LOG2_E,
     NUMBER,
     ROWS,
     Ring,
     Work,
+    in_each_thread,
     make_ring,
     make_schedule,
     multiply,
-    named_barrier,
     operand,
     product_layout,
     tma_reduce_add,
@@ -47,80 +44,17 @@ _COUNTER = gl.constexpr(COUNTER)
 _ADDED = gl.constexpr("cp.async.bulk.wait_group 0;")  # what this thread gave to TMA is in memory
 
 
-@triton.jit
-def statistics_kernel(
-    out, grad_out, lse, grad_lse, scaled_lse, delta, grad_query_sums, further,
-    rows, padded_rows, heads, head_dim, value_dim, further_count,
-    out_batch, out_head, out_row,
-    grad_batch, grad_head, grad_row,
-    lse_batch, lse_head, lse_row,
-    grad_lse_batch, grad_lse_head, grad_lse_row,
-    HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr, GRAD_LSE: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
-    """delta = out . grad_out - grad_lse and lse in units of log 2; zeros for all sums.
-
-    Empty rows and the padding get lse = +inf, so that their probabilities are 0.
-    """
-    blocks = padded_rows // BLOCK
-    plane = (tl.program_id(0) // blocks).to(tl.int64)
-    row = ((tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    batch = plane // heads
-    head = plane % heads
-    column = tl.arange(0, HEAD_TILE)[None, :]
-    inside = row < rows
-    valid = inside[:, None] & (column < value_dim)
-    out_at = out + batch * out_batch + head * out_head
-    grad_at = grad_out + batch * grad_batch + head * grad_head
-    o = tl.load(out_at + row[:, None] * out_row + column, mask=valid, other=0.0)
-    g = tl.load(grad_at + row[:, None] * grad_row + column, mask=valid, other=0.0)
-    sums = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
-    lse_at = lse + batch * lse_batch + head * lse_head
-    log = tl.load(lse_at + row * lse_row, mask=inside, other=float("-inf"))
-    if GRAD_LSE:
-        grad_lse_at = grad_lse + batch * grad_lse_batch + head * grad_lse_head
-        sums -= tl.load(grad_lse_at + row * grad_lse_row, mask=inside, other=0.0)
-    empty = log == float("-inf")
-    at = plane * padded_rows + row
-    tl.store(delta + at, tl.where(empty, 0.0, sums))
-    tl.store(scaled_lse + at, tl.where(empty, float("inf"), log * LOG2_E))
-    if SUMS:
-        sums_at = grad_query_sums + (plane * rows + row)[:, None] * head_dim + column
-        zeros = tl.zeros([BLOCK, HEAD_TILE], tl.float32)
-        tl.store(sums_at, zeros, mask=inside[:, None] & (column < head_dim))
-        first = tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_TILE)
-        further_at = first + tl.arange(0, BLOCK * HEAD_TILE)
-        nothing = tl.zeros([BLOCK * HEAD_TILE], tl.float32)
-        tl.store(further + further_at, nothing, mask=further_at < further_count)
-
-
-@triton.jit
-def grad_query_kernel(
-    sums, taken, grad_query, rows, heads, head_dim, scale,
-    grad_batch, grad_head, grad_row,
-    HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """The sums of dQ, scaled, in the dtype and strides of the gradient: rows not yet `Early`."""
-    blocks = tl.cdiv(rows, BLOCK)
-    plane = (tl.program_id(0) // blocks).to(tl.int64)
-    row = ((tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
-    column = tl.arange(0, HEAD_TILE)[None, :]
-    valid = (row < rows) & (column < head_dim) & (row >= tl.load(taken + plane) * SPAN)
-    total = tl.load(sums + (plane * rows + row) * head_dim + column, mask=valid, other=0.0)
-    at = grad_query + (plane // heads) * grad_batch + (plane % heads) * grad_head
-    at += row * grad_row + column
-    tl.store(at, (total * scale).to(grad_query.dtype.element_ty), mask=valid)
-
-
 @aggregate
 class Share:
     """A program's part of the rows of a block that several programs have.
 
-    Numbers that are needed in the end only are kept in shared memory: registers are too few.
+    What is needed in the end only is kept in shared memory, since registers are too few: the
+    address of the sums, how many share them, how many came before, and the address of `finished`.
     """
 
     begin: gl.tensor  # of the tiles of rows, in parts of all
     end: gl.tensor
-    numbers: gl.shared_memory_descriptor  # address of the sums, how many share them
+    numbers: gl.shared_memory_descriptor
     SHARED: gl.constexpr  # whether any block is
 
     @gluon.constexpr_function
@@ -152,13 +86,13 @@ class Share:
         of_value = of_key + _KEYS * D
         gl.atomic_add(of_key, by_key, sem="relaxed")
         gl.atomic_add(of_value, by_value, sem="relaxed")
-        named_barrier(_BOTH_CONSUMERS)
+        in_each_thread(_BOTH_CONSUMERS)
         if CONSUMER == 0:
             arrivals = (sums + 2 * _KEYS * D).to(gl.pointer_type(gl.int32), bitcast=True)
             self.tell(2, gl.atomic_add(arrivals, 1, sem="acq_rel"))
         # Fences, because the compiler may move plain accesses across the barrier.
         fence_async_shared()
-        named_barrier(_BOTH_CONSUMERS)
+        in_each_thread(_BOTH_CONSUMERS)
         fence_async_shared()
         last = self.number(2) == parts - 1
         if last:
@@ -241,7 +175,8 @@ class Block:
         """The tile to begin with; where blocks are rotated, another one in each."""
         start = begin
         if self.ROTATED:
-            start = begin + (end - begin) * (self.first_key // _KEYS) // gl.cdiv(self.keys, _KEYS)
+            passed = (end - begin).to(gl.int64) * (self.first_key // _KEYS)
+            start = begin + (passed // gl.cdiv(self.keys, _KEYS)).to(gl.int32)
         return start
 
     @gluon.jit
@@ -461,6 +396,7 @@ class Early:
         column = gl.arange(0, self.D, layout=gl.SliceLayout(0, LAYOUT))
         inside = gl.expand_dims(row < self.rows, 1) & gl.expand_dims(column < self.head_dim, 0)
         first = self.sums + plane.to(gl.int64) * self.rows * self.head_dim
+        row = row.to(gl.int64)
         offsets = gl.expand_dims(row * self.head_dim, 1) + gl.expand_dims(column, 0)
         total = gl.load(first + offsets, mask=inside, other=0.0, cache_modifier=".cg")
         batch = plane // self.heads
@@ -606,7 +542,7 @@ def _consume_tiles(block, shared, sums, CONSUMER: gl.constexpr):
         grads.release(step)
         left = operand(by_score, D)
         if block.FUSED:
-            named_barrier(_BOTH_CONSUMERS)
+            in_each_thread(_BOTH_CONSUMERS)
             by_query = warpgroup_mma(
                 exchanged.permute((1, 0)),
                 all_keys.slice(CONSUMER * HALF, HALF, dim=1),
@@ -733,7 +669,7 @@ def _consume_halves(block, shared, sums, CONSUMER: gl.constexpr):
         fence_async_shared()
         by_value, p_0, p_1 = warpgroup_mma_wait(1 if SPARING else 2, deps=[by_value, p_0, p_1])
         grads.release(step)
-        named_barrier(_BOTH_CONSUMERS)
+        in_each_thread(_BOTH_CONSUMERS)
         by_query = warpgroup_mma(
             exchanged.slice(CONSUMER * ROWS, ROWS, dim=1).permute((1, 0)),
             all_keys,
@@ -765,13 +701,13 @@ def _leave(
     """Store the gradients of the block, through the memory of its keys and values."""
     D: gl.constexpr = shared.keys.shape[3]
     DTYPE: gl.constexpr = shared.keys.dtype
-    named_barrier(_BOTH_CONSUMERS)  # nobody reads these any more
+    in_each_thread(_BOTH_CONSUMERS)  # nobody reads these any more
     keys = shared.keys.reshape([_KEYS, D]).slice(CONSUMER * ROWS, ROWS, dim=0)
     values = shared.values.reshape([_KEYS, D]).slice(CONSUMER * ROWS, ROWS, dim=0)
     keys.store((by_key * grad_scale).to(DTYPE))
     values.store(by_value.to(DTYPE))
     fence_async_shared()
-    named_barrier(_BOTH_CONSUMERS)
+    in_each_thread(_BOTH_CONSUMERS)
     at = [block.batch, block.kv_head, block.first_key, 0]
     if CONSUMER == 0:
         tma.async_copy_shared_to_global(grad_key, at, shared.keys)
@@ -792,7 +728,7 @@ def _consume(block, shared, sums, grad_key, grad_value, grad_scale, CONSUMER: gl
     if block.terms.DROPOUT:
         by_value = by_value * block.terms.keep_scale
     if block.FUSED:
-        named_barrier(_ADDED)
+        in_each_thread(_ADDED)
     if block.share.SHARED:
         last = gl.to_tensor(True)
         if block.share.number(1) > 1:
@@ -819,8 +755,10 @@ def make_share(unshared, parts, sums, tiles, D: gl.constexpr, SHARED: gl.constex
         end = tiles
         count = gl.to_tensor(1)
         if block >= unshared:
-            begin = tiles * (beyond % parts) // parts
-            end = tiles * (beyond % parts + 1) // parts
+            # A number of tiles times one of processors may need more than 32 bits.
+            part = (beyond % parts).to(gl.int64)
+            begin = (tiles * part // parts).to(gl.int32)
+            end = (tiles * (part + 1) // parts).to(gl.int32)
             block = unshared + beyond // parts
             count = parts
         share = Share(begin, end, numbers, SHARED)

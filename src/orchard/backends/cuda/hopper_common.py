@@ -22,8 +22,8 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
 
 
 @gluon.jit
-def named_barrier(ASSEMBLY: gl.constexpr):
-    """`bar.sync` or `bar.arrive` among warpgroups, once for each thread."""
+def in_each_thread(ASSEMBLY: gl.constexpr):
+    """Assembly that every thread of a warpgroup executes once: barriers, and waits of its own."""
     threads = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
         ASSEMBLY + " mov.b32 $0, $1;", "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1

@@ -19,10 +19,10 @@ from orchard.backends.cuda.hopper_common import (
     ROWS,
     Ring,
     Work,
+    in_each_thread,
     make_ring,
     make_schedule,
     multiply,
-    named_barrier,
     operand,
     product_layout,
 )
@@ -73,12 +73,12 @@ class Consumer:
         """Two pipelined consumers take turns at the tensor cores: one multiplies while the other
         exponentiates, instead of both at once."""
         if self.PIPELINED:
-            named_barrier(_barrier_text("sync", self.INDEX))
+            in_each_thread(_barrier_text("sync", self.INDEX))
 
     @gluon.jit
     def pass_turn(self):
         if self.PIPELINED:
-            named_barrier(_barrier_text("arrive", 1 - self.INDEX))
+            in_each_thread(_barrier_text("arrive", 1 - self.INDEX))
 
     @gluon.jit
     def release(self, step, count):

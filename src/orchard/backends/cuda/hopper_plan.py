@@ -458,7 +458,7 @@ class Shares(NamedTuple):
             last = tiles / parts + (_SHARING_COST if parts > 1 else 0)
             return turns * tiles + -(-rest * parts // processors) * last
 
-        parts = min(range(1, tiles + 1), key=time)
+        parts = min(range(1, max(1, min(tiles, processors)) + 1), key=time)
         if time(parts) >= (1 - saving) * time(1):
             parts = 1
         return cls(blocks, blocks - rest if parts > 1 else blocks, parts)

@@ -15,12 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from orchard.backends.cuda import hopper_fp32_plan
-from orchard.backends.cuda.hopper_backward import (
-    backward_kernel,
-    grad_query_kernel,
-    rows_kernel,
-    statistics_kernel,
-)
+from orchard.backends.cuda.hopper_around import grad_query_kernel, statistics_kernel
+from orchard.backends.cuda.hopper_backward import backward_kernel, rows_kernel
 from orchard.backends.cuda.hopper_forward import forward_kernel
 from orchard.backends.cuda.hopper_fp32 import fp32_kernel
 from orchard.backends.cuda.hopper_plan import (

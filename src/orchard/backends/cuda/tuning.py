@@ -17,6 +17,9 @@ _MOST_SPLITS = 128
 _MOST_RESIDENT = 2  # programs of a decode that run on a multiprocessor at once
 _GOOD_ENOUGH = 0.9  # of the best share of busy multiprocessors
 
+_WEIGHTED: tuple[Role, ...] = ("forward", "decode", "grad_key_value", "grad_query")
+_LEAST_DEPTH = 32  # of products of weights, see _deepened
+_LEAST_BLOCK = 16  # rows or keys that a product has at least
 _USUAL_KEYS = 64  # of a decode's block; wide ones have more
 _WIDE_ROWS = 16  # of a decode's block at most, where that of keys is wide
 _WIDE_SHARE = 1024  # keys of a multiprocessor at least, likewise: fewer are not shared evenly
@@ -49,9 +52,28 @@ def config(
         found = _shipped(entry, gpu.family)
         if role == "decode" and not _suits_wide_blocks(problem, gpu):
             found = found._replace(keys=min(found.keys, _USUAL_KEYS))
+    found = _deepened(found, problem, role)
     if role == "decode":
         found = found._replace(rows=_packed_rows(problem))
     return found
+
+
+def _deepened(config: Config, problem: Problem, role: Role) -> Config:
+    """This, or blocks as large that multiply weights 32 deep, where tensor cores do.
+
+    With a bool mask and dropout Triton 3.6 lays out the operands of these products in runs of 8,
+    four to a row (kWidth 8). Less than 32 deep they were wrong, on an H200.
+    """
+    mask, exact = problem.mask, config.precision == "ieee" and not problem.tf32
+    chosen = mask is not None and mask.kind == "bool" and problem.options.threshold != 0
+    if not chosen or role not in _WEIGHTED or (exact and problem.dtype == torch.float32):
+        return config
+    rows, keys = config.rows, config.keys
+    if role == "grad_key_value":
+        larger = max(1, _LEAST_DEPTH // rows)
+        return config._replace(rows=rows * larger, keys=max(_LEAST_BLOCK, keys // larger))
+    larger = max(1, _LEAST_DEPTH // keys)
+    return config._replace(rows=max(_LEAST_BLOCK, rows // larger), keys=keys * larger)
 
 
 def _shipped(entry: Entry, family: str) -> Config:
