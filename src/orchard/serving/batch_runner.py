@@ -204,14 +204,13 @@ class BatchRunner:
         lane.synchronize()
         for result, parcel in zip(results, parcels, strict=True):
             if parcel.outside is not None:
-                for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
-                    if isinstance(leaf, Tensor):
-                        lane.lend(leaf, parcel.outside)
+                for leaf in _tensors_of(result):
+                    lane.lend(leaf, parcel.outside)
         return results
 
     def _await(self, results: list[Any]) -> None:
         """Wait for what a function computed on a device that its requests do not name."""
-        leaves = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+        leaves = (leaf for result in results for leaf in _tensors_of(result))
         for device in {leaf.device for leaf in leaves if not leaf.is_cpu}:
             entry = self._entry(device)
             entry.follow(entry.outside())
@@ -234,6 +233,13 @@ class BatchRunner:
             pools = list(self._own_pools.values())
         for pool in pools:
             pool.close()
+
+
+def _tensors_of(result: Any) -> Sequence[Tensor]:
+    """The tensors of a result; a lone one is no tree to walk."""
+    if isinstance(result, Tensor):
+        return (result,)
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -440,9 +440,9 @@ def plan_forward(
 
 
 class Shares(NamedTuple):
-    """How many programs have a block of keys: one has each of the first, several each of the rest.
+    """How many programs have a block of keys: one each of the first, several each of the rest.
 
-    Blocks are as many turns of all processors as they are, rounded up; their last one is cut.
+    Blocks come in turns of one for each processor; those of a last turn that is not full are cut.
     """
 
     blocks: int
@@ -708,7 +708,7 @@ def plan_backward(
         (query, key, value),
         statistic,
         Sums.of(problem, shares),
-        cohort * (1 + -(-processors // (cohort * -(-problem.key_length // KEY_BLOCK)))),
+        _lag(problem, cohort, processors),
         _sizes(problem),
         shares,
         (key_planes, cohort),
@@ -809,6 +809,12 @@ def _key_cohort(problem: Problem, special: BackwardSpecialisation) -> int:
         return problem.kv_heads
     few = 1 if problem.options.band is None else _KEY_COHORT
     return min(few, problem.batch * problem.kv_heads)
+
+
+def _lag(problem: Problem, cohort: int, processors: int) -> int:
+    """After how many key planes one is likely to be finished: two turns of processors, or more."""
+    blocks = cohort * -(-problem.key_length // KEY_BLOCK)
+    return cohort * (1 + -(-processors // blocks))
 
 
 def _band(problem: Problem) -> tuple[int, int]:
