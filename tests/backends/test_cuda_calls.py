@@ -380,6 +380,22 @@ def test_a_graph_reads_the_seed_when_it_runs(name: str, reproducible: None) -> N
     assert not torch.equal(*results)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "shared" in name])
+def test_a_graph_clears_what_programs_add_to(name: str) -> None:
+    """The sums of dQ, and of dK and dV, in the memory of the graph, which its last run has left."""
+    problem = exercise(case_of(name))
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        problem.solve()
+    aside.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = problem.solve()
+    for _ in range(3):
+        graph.replay()
+        assert problem.complaints(captured) == []
+
+
 def test_a_captured_call_draws_its_seed_anew() -> None:
     """The public call in a graph: torch's generator goes on from one replay to the next."""
     query = torch.randn(2, 4, 300, 64, device=DEVICE, dtype=BF16)

@@ -197,27 +197,58 @@ def test_reasons(tensors: Tensors, options: Options, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "dim", "tf32", "threshold", "hidden", "blocks"),
+    ("role", "dim", "threshold", "hidden", "blocks"),
     [
-        ("grad_query", 128, False, 6000, True, (16, 32)),  # (32, 16), by tensor cores
-        ("grad_query", 128, False, 0, True, (32, 16)),
-        ("grad_query", 128, False, 6000, False, (32, 16)),
-        ("grad_query", 64, False, 6000, True, (32, 32)),
-        ("grad_query", 256, False, 6000, True, (16, 16)),  # not by tensor cores
-        ("grad_query", 256, True, 6000, True, (16, 32)),
-        ("grad_key_value", 256, True, 6000, True, (32, 16)),
-        ("forward", 256, True, 6000, True, (16, 32)),
-        ("rows", 256, True, 6000, True, (16, 16)),
+        ("grad_query", 128, 6000, True, (16, 32)),  # (32, 16), by tensor cores
+        ("grad_query", 128, 0, True, (32, 16)),
+        ("grad_query", 128, 6000, False, (32, 16)),
+        ("grad_query", 64, 6000, True, (32, 32)),
+        ("grad_query", 256, 6000, True, (16, 16)),  # not by tensor cores
+        ("grad_key_value", 64, 6000, True, (32, 32)),
+        ("rows", 256, 6000, True, (16, 16)),
     ],
 )
 def test_weights_are_multiplied_deep_enough(
-    role: configs.Role, dim: int, tf32: bool, threshold: int, hidden: bool, blocks: tuple[int, int]
+    role: configs.Role, dim: int, threshold: int, hidden: bool, blocks: tuple[int, int]
 ) -> None:
     """With a bool mask and dropout Triton's layout of these products is 32 deep."""
+    problem = chosen(dim, threshold, hidden)
+    assert tuning.config(problem, H200, role)[:2] == blocks
+
+
+def chosen(dim: int, threshold: int = 6000, hidden: bool = True) -> Problem:
+    """Weights chosen by a mask, if it is bool, and by dropout, if there is any."""
     mask = torch.ones(1, 1, 300, 400)
     tensors = operands(dim=dim)._replace(mask=mask.bool() if hidden else mask)
-    problem = describe(tensors, Options(0.25, threshold=threshold))._replace(tf32=tf32)
-    assert tuning.config(problem, H200, role)[:2] == blocks
+    return describe(tensors, Options(0.25, threshold=threshold))
+
+
+@pytest.mark.parametrize(
+    ("role", "given", "blocks"),
+    [
+        ("grad_key_value", Config(16, 32, 4, 1, "bf16x6"), (32, 16)),
+        ("grad_key_value", Config(16, 32, 4, 1), (16, 32)),
+        ("decode", Config(16, 16, 4, 1, "bf16x6"), (1024, 32)),
+        ("join", Config(1, 16, 4, 1, "bf16x6"), (1, 16)),
+    ],
+)
+def test_configs_that_are_tried_are_deepened_too(
+    role: configs.Role, given: Config, blocks: tuple[int, int]
+) -> None:
+    assert tuning.config(chosen(64), H200, role, {role: given})[:2] == blocks
+
+
+def test_what_is_chosen_twice_is_not_left_to_tf32() -> None:
+    """Its blocks would have to be deeper than some GPUs have memory for."""
+    for hidden, precision in ((True, "ieee"), (False, "tf32")):
+        fake = FakeRuntime(H200._replace(architecture=80))
+        problem = chosen(256, hidden=hidden)._replace(tf32=True)
+        tensors = operands(dim=256)._replace(mask=torch.ones(1, 1, 300, 400))
+        if hidden:
+            tensors = tensors._replace(mask=torch.ones(1, 1, 300, 400).bool())
+        CudaBackend(fake).forward(problem, "tiled", tensors)
+        ((step, _),) = fake.calls
+        assert step.specialisation.variant.precision == precision
 
 
 def test_without_triton_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

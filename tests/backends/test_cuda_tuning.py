@@ -111,6 +111,10 @@ def test_blocks_of_an_fp32_backward_stay_below_those_of_wgmma() -> None:
         for config in candidates(Entry(role, "single", "64"), Config(32, 32, 4, 2, "bf16x6")):
             assert config.rows < 64
             assert config.keys < 64
+    forward = candidates(Entry("forward", "single", "64"), Config(32, 32, 4, 2, "bf16x6"))
+    split = [config for config in forward if config.precision == "bf16x6"]
+    assert {(config.rows, config.keys) for config in split} == {(32, 32)}
+    assert any(config.rows == 128 for config in forward)
     halves = candidates(Entry("forward", "half", "64"), Config(64, 64, 4, 3))
     assert {config.precision for config in halves} == {"ieee"}
 

@@ -11,7 +11,7 @@ import torch
 
 from orchard.attention.problem import Options, Saved, Tensors, Upstream, default_scale, describe
 from orchard.backends.cuda import choice, launch, tuning
-from orchard.backends.cuda.configs import Config, Entry, Role
+from orchard.backends.cuda.configs import Config, Entry, Role, takes_wgmma
 from orchard.backends.cuda.launch import BackwardKind, Setting
 from orchard.backends.cuda.runtime import Runtime
 from orchard.testing.benchmark import (
@@ -97,7 +97,8 @@ def candidates(entry: Entry, before: Config) -> list[Config]:
         grid = _SINGLE_FORWARD
     if entry.role == "decode":
         grid = grid._replace(rows=(before.rows,))
-    return list(dict.fromkeys([before, *(Config(*values) for values in product(*grid))]))
+    tried = (Config(*values) for values in product(*grid))
+    return list(dict.fromkeys([before, *(each for each in tried if not takes_wgmma(each))]))
 
 
 class Exercise(NamedTuple):

@@ -97,9 +97,14 @@ def _one_of(name: str, names: tuple[str, ...]) -> None:
         raise ValueError(f"{name!r} is not one of {', '.join(names)}")
 
 
+def takes_wgmma(config: Config) -> bool:
+    """Whether bf16x6 would be done by wgmma, as it must not be."""
+    return config.precision == "bf16x6" and max(config.rows, config.keys) >= _WGMMA_ROWS
+
+
 def _check(config: Config) -> None:
     _one_of(config.precision, PRECISIONS)
-    if config.precision == "bf16x6" and max(config.rows, config.keys) >= _WGMMA_ROWS:
+    if takes_wgmma(config):
         raise ValueError(f"blocks of {list(config)} are not below {_WGMMA_ROWS}, as bf16x6 needs")
     for name, number in config._asdict().items():
         if name != "precision" and (type(number) is not int or number < 1):

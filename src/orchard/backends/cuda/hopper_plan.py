@@ -812,7 +812,7 @@ def _key_cohort(problem: Problem, special: BackwardSpecialisation) -> int:
 
 
 def _lag(problem: Problem, cohort: int, processors: int) -> int:
-    """After how many key planes one is likely to be finished: two turns of processors, or more."""
+    """Key planes after which one is likely finished: a turn of processors and a cohort."""
     blocks = cohort * -(-problem.key_length // KEY_BLOCK)
     return cohort * (1 + -(-processors // blocks))
 

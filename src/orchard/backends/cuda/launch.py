@@ -18,7 +18,7 @@ from orchard.attention.strides import axis_order, dense_strides
 from orchard.backends.cuda import tuning
 from orchard.backends.cuda.configs import Config, Role
 from orchard.backends.cuda.runtime import Gpu, Runtime, Step
-from orchard.backends.cuda.tuning import blocks, head_block
+from orchard.backends.cuda.tuning import blocks, chosen_twice, head_block
 from orchard.backends.cuda.variant import Numbers, Strides, Variant
 
 _LOG2_E = 1.4426950408889634
@@ -349,7 +349,7 @@ def _variant(problem: Problem, config: Config) -> Variant:
         head_block(problem.head_dim),
         head_block(problem.value_dim),
         exact=problem.dtype == torch.float32,
-        precision="tf32" if problem.tf32 else config.precision,
+        precision="tf32" if problem.tf32 and not chosen_twice(problem) else config.precision,
         mask=kind,
         low=low is not None,
         high=high is not None,

@@ -18,7 +18,7 @@ _MOST_RESIDENT = 2  # programs of a decode that run on a multiprocessor at once
 _GOOD_ENOUGH = 0.9  # of the best share of busy multiprocessors
 
 _WEIGHTED: tuple[Role, ...] = ("forward", "decode", "grad_key_value", "grad_query")
-_LEAST_DEPTH = 32  # of products of weights, see _deepened
+_LEAST_DEPTH = 32  # of products of weights that are chosen twice
 _LEAST_BLOCK = 16  # rows or keys that a product has at least
 _USUAL_KEYS = 64  # of a decode's block; wide ones have more
 _WIDE_ROWS = 16  # of a decode's block at most, where that of keys is wide
@@ -58,15 +58,20 @@ def config(
     return found
 
 
-def _deepened(config: Config, problem: Problem, role: Role) -> Config:
-    """This, or blocks as large that multiply weights 32 deep, where tensor cores do.
+def chosen_twice(problem: Problem) -> bool:
+    """Whether weights are chosen by a bool mask and by dropout.
 
-    With a bool mask and dropout Triton 3.6 lays out the operands of these products in runs of 8,
-    four to a row (kWidth 8). Less than 32 deep they were wrong, on an H200.
+    Triton 3.6 then lays out the operands of their products in runs of 8, four to a row (kWidth 8).
+    Where tensor cores multiplied less than 32 deep, the answers were wrong on an H200.
     """
-    mask, exact = problem.mask, config.precision == "ieee" and not problem.tf32
-    chosen = mask is not None and mask.kind == "bool" and problem.options.threshold != 0
-    if not chosen or role not in _WEIGHTED or (exact and problem.dtype == torch.float32):
+    mask = problem.mask
+    return mask is not None and mask.kind == "bool" and problem.options.threshold != 0
+
+
+def _deepened(config: Config, problem: Problem, role: Role) -> Config:
+    """This, or blocks that multiply weights 32 deep, where that is needed."""
+    exact = problem.dtype == torch.float32 and config.precision == "ieee"
+    if exact or role not in _WEIGHTED or not chosen_twice(problem):
         return config
     rows, keys = config.rows, config.keys
     if role == "grad_key_value":
