@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton"),
 ]
 
+T = TypeVar("T")
 NAME, DEVICE = "cuda", torch.device("cuda")
 BF16 = torch.bfloat16
 STRIDED = ("last_strided",) * 3
@@ -359,24 +360,30 @@ def planned(tensors: Tensors, options: Options, kernel: str, **more: Any) -> Pro
 # How it is launched
 
 
+def captured(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of the call, which has run once beside, and what it leaves at each replay."""
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        call()
+    aside.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
 @ALL
 def test_a_graph_reads_the_seed_when_it_runs(name: str, reproducible: None) -> None:
     """Captured once, forward and backward, with dropout; the seed lies in device memory."""
     problem = exercise(case_of(name, dropout_p=0.3))
     assert problem.tensors.seed is not None
-    aside = torch.cuda.Stream()
-    with torch.cuda.stream(aside):
-        problem.solve()
-    aside.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = problem.solve()
+    graph, found = captured(problem.solve)
     results = []
     for seed in ([1, 2], [-3, 99]):
         problem.tensors.seed.copy_(torch.tensor(seed, dtype=torch.int32))
         graph.replay()
-        assert differences(captured, problem.solve()) == []
-        results.append(captured.out.clone())
+        assert differences(found, problem.solve()) == []
+        results.append(found.out.clone())
     assert not torch.equal(*results)
 
 
@@ -384,16 +391,10 @@ def test_a_graph_reads_the_seed_when_it_runs(name: str, reproducible: None) -> N
 def test_a_graph_clears_what_programs_add_to(name: str) -> None:
     """The sums of dQ, and of dK and dV, in the memory of the graph, which its last run has left."""
     problem = exercise(case_of(name))
-    aside = torch.cuda.Stream()
-    with torch.cuda.stream(aside):
-        problem.solve()
-    aside.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = problem.solve()
+    graph, found = captured(problem.solve)
     for _ in range(3):
         graph.replay()
-        assert problem.complaints(captured) == []
+        assert problem.complaints(found) == []
 
 
 def test_a_captured_call_draws_its_seed_anew() -> None:
@@ -403,13 +404,7 @@ def test_a_captured_call_draws_its_seed_anew() -> None:
     def call() -> Tensor:
         return orchard.attention(query, query, query, dropout_p=0.4, backend=NAME)
 
-    aside = torch.cuda.Stream()
-    with torch.cuda.stream(aside):
-        call()
-    aside.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+    graph, out = captured(call)
     found = []
     torch.cuda.manual_seed(4)
     for _ in range(2):

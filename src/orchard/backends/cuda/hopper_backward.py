@@ -42,19 +42,20 @@ _EARLY_ELEMENTS = gl.constexpr(512)  # of dQ that are converted at a time, four 
 _SPAN_ELEMENTS = gl.constexpr(SPAN_ELEMENTS)
 _COUNTER = gl.constexpr(COUNTER)
 _ADDED = gl.constexpr("cp.async.bulk.wait_group 0;")  # what this thread gave to TMA is in memory
+# What a program keeps in shared memory for its end, where registers are too few.
+_SUMS = gl.constexpr(0)  # address of the sums of its block
+_PARTS = gl.constexpr(1)  # programs that share them
+_BEFORE = gl.constexpr(2)  # of these, those that came before
+_FINISHED = gl.constexpr(3)  # address of the counter of finished blocks
 
 
 @aggregate
 class Share:
-    """A program's part of the rows of a block that several programs have.
+    """A program's part of the rows of a block that several programs have: tiles [begin, end)."""
 
-    What is needed in the end only is kept in shared memory, since registers are too few: the
-    address of the sums, how many share them, how many came before, and the address of `finished`.
-    """
-
-    begin: gl.tensor  # of the tiles of rows, in parts of all
+    begin: gl.tensor
     end: gl.tensor
-    numbers: gl.shared_memory_descriptor
+    numbers: gl.shared_memory_descriptor  # see _SUMS
     SHARED: gl.constexpr  # whether any block is
 
     @gluon.constexpr_function
@@ -77,9 +78,8 @@ class Share:
         """Add to the sums. Who comes last has them all, and is told so."""
         D: gl.constexpr = by_key.shape[1]
         LAYOUT: gl.constexpr = product_layout(D)
-        parts = self.number(1)
-        address = self.number(0)
-        sums = address.to(gl.pointer_type(gl.float32), bitcast=True)
+        parts = self.number(_PARTS)
+        sums = self.number(_SUMS).to(gl.pointer_type(gl.float32), bitcast=True)
         key = CONSUMER * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         column = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
         of_key = sums + gl.expand_dims(key * D, 1) + gl.expand_dims(column, 0)
@@ -89,12 +89,12 @@ class Share:
         in_each_thread(_BOTH_CONSUMERS)
         if CONSUMER == 0:
             arrivals = (sums + 2 * _KEYS * D).to(gl.pointer_type(gl.int32), bitcast=True)
-            self.tell(2, gl.atomic_add(arrivals, 1, sem="acq_rel"))
+            self.tell(_BEFORE, gl.atomic_add(arrivals, 1, sem="acq_rel"))
         # Fences, because the compiler may move plain accesses across the barrier.
         fence_async_shared()
         in_each_thread(_BOTH_CONSUMERS)
         fence_async_shared()
-        last = self.number(2) == parts - 1
+        last = self.number(_BEFORE) == parts - 1
         if last:
             by_key = gl.load(of_key, cache_modifier=".cg")
             by_value = gl.load(of_value, cache_modifier=".cg")
@@ -712,7 +712,7 @@ def _leave(
     if CONSUMER == 0:
         tma.async_copy_shared_to_global(grad_key, at, shared.keys)
         if block.FUSED:
-            finished = block.share.number(3).to(gl.pointer_type(gl.int32), bitcast=True)
+            finished = block.share.number(_FINISHED).to(gl.pointer_type(gl.int32), bitcast=True)
             gl.atomic_add(finished, 1, sem="release")
     else:
         tma.async_copy_shared_to_global(grad_value, at, shared.values)
@@ -731,7 +731,7 @@ def _consume(block, shared, sums, grad_key, grad_value, grad_scale, CONSUMER: gl
         in_each_thread(_ADDED)
     if block.share.SHARED:
         last = gl.to_tensor(True)
-        if block.share.number(1) > 1:
+        if block.share.number(_PARTS) > 1:
             by_key, by_value, last = block.share.joined(by_key, by_value, CONSUMER)
         if last:
             _leave(block, shared, by_key, by_value, grad_key, grad_value, grad_scale, CONSUMER)
@@ -763,8 +763,8 @@ def make_share(unshared, parts, sums, tiles, D: gl.constexpr, SHARED: gl.constex
             count = parts
         share = Share(begin, end, numbers, SHARED)
         sums += (beyond // parts) * (2 * _KEYS * D + _COUNTER)
-        share.tell(0, sums.to(gl.int64, bitcast=True))
-        share.tell(1, count)
+        share.tell(_SUMS, sums.to(gl.int64, bitcast=True))
+        share.tell(_PARTS, count)
     return block, share
 
 
@@ -809,7 +809,7 @@ def backward_kernel(
         rows, heads, head_dim, grad_scale, D,
     )  # fmt: skip
     if FUSED:
-        share.tell(3, (finished + plane).to(gl.int64, bitcast=True))
+        share.tell(_FINISHED, (finished + plane).to(gl.int64, bitcast=True))
     SCORES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     queries = make_ring(
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, ROW_TILE, D], query.layout), STAGES, 2
