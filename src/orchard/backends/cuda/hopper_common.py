@@ -80,6 +80,64 @@ def _parts_layout(columns):
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, columns // 8, 4, 2])
 
 
+@gluon.constexpr_function
+def lane_layout(columns):
+    """Of a number for each row and each lane of its quad, [64, 4], beside such a product."""
+    return gl.SliceLayout(1, gl.SliceLayout(3, _parts_layout(columns)))
+
+
+@gluon.jit
+def _parts(values):
+    COLUMNS: gl.constexpr = values.shape[1]
+    parts = gl.reshape(values, [ROWS, COLUMNS // 8, 4, 2])
+    return gl.convert_layout(parts, _parts_layout(COLUMNS), assert_trivial=True)
+
+
+@gluon.jit
+def _fours(values):
+    """[64, n, 4] as [64, n / 4, 4, 4]."""
+    return gl.reshape(values, [ROWS, values.shape[1] // 4, 4, 4])
+
+
+@gluon.jit
+def lane_sums(values, TREE: gl.constexpr):
+    """Of a product's rows what each lane has of them summed, [64, 4]: nothing is exchanged.
+
+    A tree has fewer steps that wait for one another.
+    """
+    sums = gl.sum(_parts(values), axis=3)
+    if TREE:
+        sums = gl.sum(_fours(sums), axis=2)
+    sums = gl.sum(sums, axis=1)
+    return gl.convert_layout(sums, lane_layout(values.shape[1]), assert_trivial=True)
+
+
+@gluon.jit
+def row_max(values, TREE: gl.constexpr):
+    """The highest of each row of a product."""
+    if TREE:
+        highest = gl.max(_fours(gl.max(_parts(values), axis=3)), axis=2)
+        highest = gl.max(gl.max(highest, axis=1), axis=1)
+        ROW: gl.constexpr = gl.SliceLayout(1, values.type.layout)
+        result = gl.convert_layout(highest, ROW, assert_trivial=True)
+    else:
+        result = gl.max(values, axis=1)
+    return result
+
+
+@gluon.jit
+def for_lanes(values, COLUMNS: gl.constexpr):
+    """A number of each row, [64], for all lanes of its quad: [64, 1]."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, lane_layout(COLUMNS))
+    return gl.expand_dims(gl.convert_layout(values, LAYOUT, assert_trivial=True), 1)
+
+
+@gluon.jit
+def over_lanes(sums, ROW: gl.constexpr):
+    """What the lanes of a quad have summed, together: [64]."""
+    return gl.convert_layout(gl.sum(sums, axis=1), ROW, assert_trivial=True)
+
+
 @gluon.jit
 def _before_lanes(bounds, LAYOUT: gl.constexpr):
     """Bounds of columns by row, [64], less the part of a column that depends on the lane."""

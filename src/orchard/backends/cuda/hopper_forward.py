@@ -19,12 +19,17 @@ from orchard.backends.cuda.hopper_common import (
     ROWS,
     Ring,
     Work,
+    for_lanes,
     in_each_thread,
+    lane_layout,
+    lane_sums,
     make_ring,
     make_schedule,
     multiply,
     operand,
+    over_lanes,
     product_layout,
+    row_max,
 )
 from orchard.backends.cuda.hopper_terms import ADDITIVE, NONE, Terms, philox_key
 
@@ -55,9 +60,10 @@ class Consumer:
     PIPELINED: gl.constexpr  # scores of a tile are computed beside the output of the one before
     LSE: gl.constexpr  # whether it is stored
     ACCUMULATED: gl.constexpr  # whether products are added to an added mask
+    TREE: gl.constexpr  # whether a row's scores and weights are reduced as a tree
 
     @gluon.constexpr_function
-    def __init__(self, work, terms, keys, values, masks, INDEX, PIPELINED, LSE, ACCUMULATED):
+    def __init__(self, work, terms, keys, values, masks, INDEX, PIPELINED, LSE, ACCUMULATED, TREE):
         self.work = work
         self.terms = terms
         self.keys = keys
@@ -67,6 +73,7 @@ class Consumer:
         self.PIPELINED = gl.constexpr(PIPELINED)
         self.LSE = gl.constexpr(LSE)
         self.ACCUMULATED = gl.constexpr(ACCUMULATED)
+        self.TREE = gl.constexpr(TREE)
 
     @gluon.jit
     def take_turn(self):
@@ -263,11 +270,14 @@ def _added_fade(top, origin, unit, base):
 
 
 @gluon.jit
-def softmax(work, terms, rows, scores, tile, top, total):
-    """Weights of a tile, the new top and total, and what earlier sums are multiplied by."""
+def softmax(work, terms, rows, scores, tile, top, total, TREE: gl.constexpr):
+    """Weights of a tile, the new top and total, and what earlier sums are multiplied by.
+
+    Totals are of lanes, and summed after the last tile.
+    """
     if work.LOW or work.HIGH or work.TAIL:
         scores = _clip(work, rows, scores, tile)
-    highest = gl.max(scores, axis=1)
+    highest = row_max(scores, TREE)
     if terms.is_late():
         highest = highest * terms.factor
     new_top = gl.maximum(top, highest)
@@ -283,7 +293,7 @@ def softmax(work, terms, rows, scores, tile, top, total):
     else:
         weights = terms.power(scores, gl.expand_dims(origin, 1))
         fade = gl.exp2(top - origin)
-    total = total * fade + gl.sum(weights, axis=1)
+    total = total * for_lanes(fade, work.TILE) + lane_sums(weights, TREE)
     if terms.DROPOUT:
         plane = rows.batch * work.heads + rows.head
         bits = terms.bits_by_row(weights, plane, rows.first, tile * work.TILE)
@@ -297,7 +307,7 @@ def _softmax(consumer, rows, products, mask_tile, tile, top, total):
     scores = products
     if not consumer.ACCUMULATED:
         scores = consumer.terms.score(products, mask_tile)
-    return softmax(consumer.work, consumer.terms, rows, scores, tile, top, total)
+    return softmax(consumer.work, consumer.terms, rows, scores, tile, top, total, consumer.TREE)
 
 
 @gluon.jit
@@ -358,7 +368,7 @@ def _attend(consumer, rows, query, step, begin, end):
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(TILE))
     sums = gl.zeros([ROWS, D], gl.float32, product_layout(D))
     top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    total = gl.full([ROWS], 0.0, gl.float32, ROW)
+    total = gl.full([ROWS, 4], 0.0, gl.float32, lane_layout(TILE))
     if consumer.PIPELINED:
         mask_tile = _mask_tile(consumer, rows, end - 1)
         products = consumer.begin_scores(query, step)
@@ -385,7 +395,7 @@ def _attend(consumer, rows, query, step, begin, end):
             plain_state = _plain_tile(consumer, rows, query, step, plain_state, end - 1 - index)
             step += 1
         sums, top, total = plain_state
-    return sums, top, total, step
+    return sums, top, over_lanes(total, ROW), step
 
 
 @gluon.jit
@@ -476,7 +486,7 @@ def forward_kernel(
     CONSUMERS: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     PIPELINED: gl.constexpr, DYNAMIC: gl.constexpr,
     LOW: gl.constexpr, HIGH: gl.constexpr, TAIL: gl.constexpr,
-    LSE: gl.constexpr, ACCUMULATED: gl.constexpr,
+    LSE: gl.constexpr, ACCUMULATED: gl.constexpr, TREE: gl.constexpr,
     SOFTCAP: gl.constexpr, MASK: gl.constexpr, MASK_KEYS: gl.constexpr,
     MASK_TILES: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -511,9 +521,9 @@ def forward_kernel(
     schedule = make_schedule(work, counter, DYNAMIC)
     fence_async_shared()
     produced = schedule, terms, query, key, value, mask, queries, keys, values, masks
-    consumer = Consumer(work, terms, keys, values, masks, 0, PIPELINED, LSE, ACCUMULATED)
+    consumer = Consumer(work, terms, keys, values, masks, 0, PIPELINED, LSE, ACCUMULATED, TREE)
     first = consumer, schedule, out, lse, queries
-    consumer = Consumer(work, terms, keys, values, masks, 1, PIPELINED, LSE, ACCUMULATED)
+    consumer = Consumer(work, terms, keys, values, masks, 1, PIPELINED, LSE, ACCUMULATED, TREE)
     second = consumer, schedule, out, lse, queries
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -522,7 +532,7 @@ def forward_kernel(
             [REGISTERS, REGISTERS],
         )
     else:
-        consumer = Consumer(work, terms, keys, values, masks, 2, PIPELINED, LSE, ACCUMULATED)
+        consumer = Consumer(work, terms, keys, values, masks, 2, PIPELINED, LSE, ACCUMULATED, TREE)
         third = consumer, schedule, out, lse, queries
         if CONSUMERS == 3:
             gl.warp_specialize(
@@ -531,7 +541,9 @@ def forward_kernel(
                 [REGISTERS, REGISTERS, REGISTERS],
             )
         else:
-            consumer = Consumer(work, terms, keys, values, masks, 3, PIPELINED, LSE, ACCUMULATED)
+            consumer = Consumer(
+                work, terms, keys, values, masks, 3, PIPELINED, LSE, ACCUMULATED, TREE
+            )
             fourth = consumer, schedule, out, lse, queries
             gl.warp_specialize(
                 [

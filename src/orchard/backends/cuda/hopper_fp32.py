@@ -17,9 +17,11 @@ from orchard.backends.cuda.hopper_common import (
     ROWS,
     Ring,
     Work,
+    lane_layout,
     make_ring,
     make_schedule,
     operand,
+    over_lanes,
     product_layout,
 )
 from orchard.backends.cuda.hopper_forward import Rows, faded, result_of, softmax, store_lse
@@ -275,7 +277,7 @@ def _tile(consumer, rows, slot, step, state, tile):
     products = warpgroup_mma_wait(0, deps=[_products(consumer, slot, step)])
     tiles.ring.release(2 * step)
     scores = terms.score(products, mask_tile)
-    weights, top, total, fade = softmax(work, terms, rows, scores, tile, top, total)
+    weights, top, total, fade = softmax(work, terms, rows, scores, tile, top, total, False)
     high, middle, low = _split(weights)
     left = operand(high, _WIDTH), operand(middle, _WIDTH), operand(low, _WIDTH)
     tiles.ring.wait(2 * step + 1)
@@ -302,12 +304,13 @@ def _attend(consumer, rows, out, lse, slot, step, begin, end):
     sums = gl.zeros([ROWS, _WIDTH], gl.float32, product_layout(_WIDTH))
     more = sums if WIDE else gl.to_tensor(0)
     top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    total = gl.full([ROWS], 0.0, gl.float32, ROW)
+    total = gl.full([ROWS, 4], 0.0, gl.float32, lane_layout(work.TILE))
     state = sums, more, top, total
     for index in range(end - begin):
         state = _tile(consumer, rows, slot, step, state, end - 1 - index)
         step += 1
     sums, more, top, total = state
+    total = over_lanes(total, ROW)
     plane = out.plane(rows.batch, rows.head)
     _store(plane, rows, result_of(terms, sums, total), 0)
     if WIDE:

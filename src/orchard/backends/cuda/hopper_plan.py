@@ -47,6 +47,7 @@ class ForwardConfig(NamedTuple):
     registers: int  # of a thread in a consumer
     pipelined: bool  # scores of a tile beside the output of the one before, in turns
     accumulated: bool = False  # products of a scaled query are added to the mask
+    tree: bool = False  # a row's scores and weights are reduced as a tree, not one by one
 
 
 class BackwardConfig(NamedTuple):
@@ -68,7 +69,7 @@ _FORWARD = ForwardConfig(2, 128, 2, 240, True)
 # With D 64 and tiles enough three consumers hide each other's softmax better than two.
 _THREE = ForwardConfig(3, 128, 2, 160, False)
 # Short rows under a band have few whole tiles of 128 keys: there four with tiles of 64 are better.
-_FOUR = ForwardConfig(4, 64, 4, 120, False)
+_FOUR = ForwardConfig(4, 64, 3, 120, False)
 _SHORT_BAND = 1024  # rows
 _DYNAMIC_TURNS = 4  # tiles of a program from which a counter in memory is worth its cost
 _CACHE_SHARE = 32 * 2**20  # bytes of a 50 MB cache
@@ -382,7 +383,8 @@ def _forward_config(problem: Problem, processors: int) -> ForwardConfig:
     # nothing where there is that much to do beside the products.
     loaded = terms.mask != "none" and _mask_geometry(problem) is None
     pipelined = plain or (tile == 64 and not loaded)
-    return _FORWARD._replace(pipelined=pipelined, accumulated=accumulated)
+    tree = pipelined and tile == 128
+    return _FORWARD._replace(pipelined=pipelined, accumulated=accumulated, tree=tree)
 
 
 def _accumulates(problem: Problem) -> bool:

@@ -200,6 +200,7 @@ def forward_source(special: ForwardSpecialisation) -> Source:
         "TAIL": special.tail,
         "LSE": special.lse,
         "ACCUMULATED": config.accumulated,
+        "TREE": config.tree,
     }
     types |= _SHAPE | terms
     if special.mask_tiles:
