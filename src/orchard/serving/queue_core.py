@@ -34,11 +34,12 @@ from orchard.serving.batch_runner import BatchRunner, Outcome, Report
 from orchard.serving.batching import Parcel
 from orchard.serving.queue_stats import QueueStats, Record
 from orchard.serving.registry import Registry
-from orchard.serving.requests import Deadlines, Pending, Place, Request
+from orchard.serving.requests import Deadlines, Pending, Place, Request, Wave
 from orchard.text import one_line
 
 _NEVER = sys.maxsize
 _SOON = 0.05  # seconds
+_PACE = 100e-6  # seconds of a batch for each of its requests, up to which it did not take long
 _RECOVERY = 16  # batches in a row without running out of memory, before the limit doubles again
 
 
@@ -80,6 +81,7 @@ class Worker:
     thread: threading.Thread | None = None
     first: Callable[[], None] | None = None  # run before the first batch
     batch: tuple[Request, ...] = ()
+    wave: Wave | None = None  # of the batch before, while it is under way
     busy: float = 0.0
     retired: bool = False
 
@@ -87,10 +89,11 @@ class Worker:
 class _Announcement:
     """Announces at its end what was settled meanwhile, under the lock inside."""
 
-    __slots__ = ("_core", "_settled")
+    __slots__ = ("_core", "_settled", "_wave")
 
-    def __init__(self, core: QueueCore) -> None:
+    def __init__(self, core: QueueCore, wave: Wave | None = None) -> None:
         self._core = core
+        self._wave = wave
         self._settled: list[Request] = []
 
     def __enter__(self) -> list[Request]:
@@ -99,7 +102,7 @@ class _Announcement:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._core._mend_if_torn(self._settled)
-        self._core._announce(self._settled)
+        self._core._announce(self._settled, self._wave)
 
 
 class QueueCore:
@@ -198,12 +201,12 @@ class QueueCore:
                 self._deadlines.add(request)
         self._admit()
 
-    def _announce(self, settled: list[Request]) -> None:
+    def _announce(self, settled: list[Request], wave: Wave | None = None) -> None:
         if not settled:
             return
         for request in settled:
             try:
-                request.announce()
+                request.announce(wave)
             except BaseException as error:  # Ctrl-C, where the main thread announces
                 logger.error("a request was announced in part: %s", one_line(error))
         with self._lock:
@@ -443,7 +446,12 @@ class QueueCore:
         start = self._clock.now()
         report = load.runner.run(load.parcels)
         self._conclude(worker, report, start)
-        return not report.fatal or not self._replace(worker)
+        is_fatal = report.fatal
+        del load, report  # who is woken has the last references to what is its own
+        if worker.wave is not None:
+            worker.wave.run()
+            worker.wave = None
+        return not is_fatal or not self._replace(worker)
 
     def _take(self, worker: Worker) -> Load | None:
         """Wait for the worker's next batch; None when the queue has ended."""
@@ -494,9 +502,13 @@ class QueueCore:
         self._alarm = self._pending.missing(self._limit) if self._sleeping else _NEVER
 
     def _conclude(self, worker: Worker, report: Report, start: float) -> None:
-        with _Announcement(self) as settled, self._lock:
+        """Settle and announce the batch. Where it did not take long those who wait are woken in a
+        wave, which the worker waits for: it would only be in their way.
+        """
+        now = self._clock.now()
+        worker.wave = Wave() if now - start <= _PACE * len(worker.batch) else None
+        with _Announcement(self, worker.wave) as settled, self._lock:
             self._begin_change(settled)
-            now = self._clock.now()
             worker.busy += now - start
             record = self._record
             record.run_seconds.append(now - start)
@@ -537,6 +549,8 @@ class QueueCore:
 
     def _bury(self, worker: Worker, error: BaseException) -> None:
         """A thread ends out of turn: answer its batch and put another in its place."""
+        if worker.wave is not None:
+            worker.wave.end()
         with _Announcement(self) as settled, self._lock:
             for request in worker.batch:
                 died = WorkerDied(f"the worker thread that ran the request died: {one_line(error)}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from concurrent.futures._base import (
@@ -22,6 +22,7 @@ from enum import Enum
 from operator import attrgetter
 from threading import Condition, Event, Lock, current_thread, main_thread
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ReferenceType, ref
 
 from orchard.dispatch.settings import logger
 from orchard.serving.batching import Parcel
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 AGEING = 0.1  # seconds: one step of priority is worth as much as having waited so much longer
 HIGHEST_PRIORITY = 100  # and -100 the lowest: nobody is overtaken by who came 20 s later
 _STALE_DEADLINES = 64
+_STALLED = 0.001  # seconds without one of a wave passing, after which the rest is woken at once
 _HAS_GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
@@ -53,6 +55,55 @@ class Owner(Protocol):
         """Take it out of the queue."""
 
 
+class Wave:
+    """Threads that wait for results, woken one after the other: who has passed wakes the next.
+
+    Woken all at once they fight for the interpreter, and with the worker for what it needs to run
+    the next batch, while most of them only come back with another request. Who has passed keeps
+    its request alone, so that the memory that its next one gets is still in its cache.
+    """
+
+    __slots__ = ("_asleep", "_members", "_over")
+
+    def __init__(self) -> None:
+        self._members: list[ReferenceType[Request]] = []
+        self._asleep: deque[Request] = deque()
+        self._over = Lock()
+        self._over.acquire()
+
+    def add(self, request: Request) -> None:
+        request.wave = self
+        self._members.append(ref(request))
+        self._asleep.append(request)
+
+    def pass_on(self) -> None:
+        """Wake the next; where this is interrupted, `run` makes up for it."""
+        try:
+            following = self._asleep.popleft()
+        except IndexError:
+            with suppress(RuntimeError):  # it is over already
+                self._over.release()
+        else:
+            following.open()
+
+    def run(self) -> None:
+        """Wake them all, and wait while they pass."""
+        self.pass_on()
+        left = len(self._members)
+        while left > 1 and not self._over.acquire(timeout=_STALLED):
+            before, left = left, len(self._asleep)
+            if left == before:
+                break
+        self.end()
+
+    def end(self) -> None:
+        """Wake at once those who are left."""
+        for member in self._members:
+            request = member()
+            if request is not None:
+                request.open()
+
+
 class Request(Future[Any]):
     """A request, and the future that its submitter holds.
 
@@ -67,6 +118,7 @@ class Request(Future[Any]):
     _result: Any = None
     _exception: BaseException | None = None
     _is_open = False
+    _is_awaited = False  # a thread is at the gate, or about to be
     _claimed: str | None = None  # the state that it was to have first: running, or cancelled
     number = 0  # in order of arrival; 0 before the queue has looked at it
     arrival = 0.0  # a moment of the queue's clock, as is the deadline
@@ -74,6 +126,7 @@ class Request(Future[Any]):
     place = Place.ARRIVED
     outcome: Outcome | None = None  # once it is decided, until the future has it
     admission: Event | None = None  # of a submitter that blocks: it waits no more
+    wave: Wave | None = None  # in which who waits for the result is woken
 
     def __init__(self, parcel: Parcel, runner: BatchRunner, priority: int, owner: Owner) -> None:
         # Without the base's, whose attributes are the class's or made by `__getattr__`.
@@ -129,8 +182,8 @@ class Request(Future[Any]):
         self.place = Place.SETTLED
         del self.parcel, self.runner
 
-    def announce(self) -> None:
-        """Fill the future, unless its holder has done so."""
+    def announce(self, wave: Wave | None = None) -> None:
+        """Fill the future, unless its holder has done so; a wave wakes who waits for it later."""
         outcome, self.outcome = self.outcome, None
         mine = self.__dict__  # here: to make it may run the collector
         if outcome is None:
@@ -139,7 +192,10 @@ class Request(Future[Any]):
             # Up to the state is no call: no other thread makes a condition meanwhile.
             self._result, self._exception = outcome
             self._state = FINISHED
-            self._open()
+            if wave is not None and self._is_awaited:
+                wave.add(self)
+            else:
+                self.open()
         else:
             self._fill(outcome)
 
@@ -164,7 +220,7 @@ class Request(Future[Any]):
         if self._state == CANCELLED:  # by a thread that is not here
             super().set_running_or_notify_cancel()
         if self.done():
-            self._open()
+            self.open()
         else:
             self.set_exception(error)
         if self.place is not Place.SETTLED:
@@ -181,13 +237,17 @@ class Request(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         if timeout is None and not self._is_open:
+            self._is_awaited = True  # then the look at the state; who fills it goes the other way
             try:
                 # No interruption comes between taking the lock and the block that gives it back.
-                with self._gate:
-                    pass
+                if self._state != FINISHED:
+                    with self._gate:
+                        pass
             except RuntimeError:  # the gate was opened once more, just here
                 if not self.done():  # or a signal handler has raised it
                     raise
+            if self.wave is not None:
+                self.wave.pass_on()
         if self._state == FINISHED and self._exception is None:
             return self._result
         try:
@@ -195,7 +255,7 @@ class Request(Future[Any]):
         finally:
             del self  # the exception's traceback refers to this frame
 
-    def _open(self) -> None:
+    def open(self) -> None:
         """Let those who wait for the result pass."""
         if not self._is_open:
             with suppress(RuntimeError):  # it is open
@@ -204,7 +264,7 @@ class Request(Future[Any]):
 
     def _invoke_callbacks(self) -> None:
         """The last step, once it is filled or cancelled. No callback is called a second time."""
-        self._open()
+        self.open()
         callbacks = self.__dict__.get("_done_callbacks")
         while callbacks:
             with suppress(IndexError):  # another thread has called the last

@@ -1,0 +1,264 @@
+"""Threads that wait for results are woken one after the other, and none is ever left."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+
+from orchard.serving import queue_core, requests
+from orchard.serving.batch_queue import BatchQueue
+from orchard.serving.batch_runner import Outcome
+from orchard.serving.requests import Request, Wave
+
+PATIENCE = 60.0
+needs_gil = pytest.mark.skipif(not requests._HAS_GIL, reason="without a GIL there are no waves")
+
+
+class Nobody:
+    """A queue that requests cannot leave."""
+
+    def cancelled(self, request: Request) -> None:
+        raise AssertionError("nobody cancels here")
+
+
+def running(value: object) -> Request:
+    """A request whose outcome is decided."""
+    request = Request(None, None, 0, Nobody())
+    assert request.begin()
+    request.settle(Outcome(value))
+    return request
+
+
+class Waiting:
+    """A thread that waits for a result."""
+
+    def __init__(self, request: Request) -> None:
+        self.got: Any = None
+        self._request: Any = request
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        end = time.monotonic() + PATIENCE
+        while not request._is_awaited:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def _run(self) -> None:
+        with suppress(SystemExit):  # of a test that interrupts it
+            request, self._request = self._request, None
+            self.got = request.result()
+
+    def join(self) -> Any:
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
+        return self.got
+
+
+@pytest.fixture
+def opened_by(monkeypatch: pytest.MonkeyPatch) -> dict[int, threading.Thread]:
+    """Which thread has opened a request first, by the request's id."""
+    found: dict[int, threading.Thread] = {}
+    real = Request.open
+
+    def open_and_tell(request: Request) -> None:
+        found.setdefault(id(request), threading.current_thread())
+        real(request)
+
+    monkeypatch.setattr(Request, "open", open_and_tell)
+    return found
+
+
+@needs_gil
+def test_who_has_passed_wakes_the_next(
+    monkeypatch: pytest.MonkeyPatch, opened_by: dict[int, threading.Thread]
+) -> None:
+    monkeypatch.setattr(requests, "_STALLED", PATIENCE)
+    asked = [running(n) for n in range(5)]
+    waiting = [Waiting(request) for request in asked]
+    wave = Wave()
+    for request in asked:
+        request.announce(wave)
+    assert opened_by == {}
+    assert all(request.done() for request in asked)
+    wave.run()
+    assert [each.join() for each in waiting] == list(range(5))
+    found = [opened_by[id(request)] for request in asked]
+    assert found == [threading.current_thread(), *(each.thread for each in waiting[:-1])]
+
+
+@needs_gil
+def test_the_worker_waits_until_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_STALLED", PATIENCE)
+    passed: list[int] = []
+    real = Wave.pass_on
+
+    def slow(wave: Wave) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.01)
+            passed.append(1)
+        real(wave)
+
+    monkeypatch.setattr(Wave, "pass_on", slow)
+    asked = [running(n) for n in range(4)]
+    waiting = [Waiting(request) for request in asked]
+    wave = Wave()
+    for request in asked:
+        request.announce(wave)
+    wave.run()
+    assert len(passed) == 4
+    assert [each.join() for each in waiting] == list(range(4))
+
+
+@needs_gil
+def test_one_that_does_not_pass_holds_nobody_up() -> None:
+    """The first is taken to be waited for, and nobody does: a wait that was interrupted."""
+    asked = [running(n) for n in range(5)]
+    asked[0]._is_awaited = True
+    waiting = [Waiting(request) for request in asked[1:]]
+    wave = Wave()
+    for request in asked:
+        request.announce(wave)
+    wave.run()
+    assert [each.join() for each in waiting] == [1, 2, 3, 4]
+    assert asked[0].result() == 0
+
+
+@needs_gil
+def test_a_thread_that_is_interrupted_as_it_passes_on_leaves_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between taking the next out of the line and waking it."""
+    real = Request.open
+    lost: list[Request] = []
+
+    def open_unless_lost(request: Request) -> None:
+        if threading.current_thread() is not threading.main_thread() and not lost:
+            lost.append(request)
+            raise SystemExit
+        real(request)
+
+    monkeypatch.setattr(Request, "open", open_unless_lost)
+    asked = [running(n) for n in range(5)]
+    waiting = [Waiting(request) for request in asked]
+    wave = Wave()
+    for request in asked:
+        request.announce(wave)
+    wave.run()
+    assert lost == [asked[1]]
+    assert [each.join() for each in waiting] == [None, 1, 2, 3, 4]
+
+
+def test_what_is_asked_for_later_waits_for_no_wave() -> None:
+    """As in a process forked meanwhile, where nobody opens it."""
+    request = running(7)
+    request._is_awaited = True
+    request.announce(Wave())
+    assert request.done()
+    waiting = threading.Thread(target=request.result, daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
+    assert request.result() == 7
+
+
+@needs_gil
+def test_requests_are_not_kept_by_their_wave() -> None:
+    """Nor by one another: they go as soon as who waited lets go, without the collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        asked = [running(n) for n in range(3)]
+        left = [ref(request) for request in asked]
+        waiting = [Waiting(request) for request in asked]
+        wave = Wave()
+        for request in asked:
+            request.announce(wave)
+        del asked, request
+        wave.run()
+        assert [each.join() for each in waiting] == [0, 1, 2]
+        assert [reference() for reference in left] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def closed_loop(queue: BatchQueue, threads: int, rounds: int) -> None:
+    """Each thread asks again as soon as it has its answer, and all of these are right."""
+    wrong: list[str] = []
+    done = [0] * threads
+
+    def client(n: int) -> None:
+        for turn in range(rounds):
+            x = torch.tensor([[float(n), float(turn)]])
+            got = queue.submit(x).result()
+            if not torch.equal(got, x * 3 + 1):
+                wrong.append(f"{x} gave {got}")
+            done[n] += 1
+
+    clients = [threading.Thread(target=client, args=(n,), daemon=True) for n in range(threads)]
+    for each in clients:
+        each.start()
+    for each in clients:
+        each.join(PATIENCE)
+    assert wrong == []
+    assert done == [rounds] * threads
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("threads", [2, 16, 64])
+def test_a_closed_loop_of_threads(threads: int, workers: int) -> None:
+    with BatchQueue(lambda x: x * 3 + 1, max_batch=32, workers=workers) as queue:
+        closed_loop(queue, threads, 30)
+        assert queue.stats().completed == threads * 30
+
+
+def test_waves_that_come_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody passes on: the worker wakes them all, if later."""
+    real = Wave.pass_on
+
+    def by_the_worker(wave: Wave) -> None:
+        if threading.current_thread().name.startswith("orchard-queue"):
+            real(wave)
+
+    monkeypatch.setattr(queue_core, "_PACE", PATIENCE)
+    monkeypatch.setattr(Wave, "pass_on", by_the_worker)
+    with BatchQueue(lambda x: x * 3 + 1, max_batch=8) as queue:
+        closed_loop(queue, 8, 5)
+
+
+def test_a_worker_that_dies_in_a_wave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batch has answers, which all get; another takes its place."""
+    real = Wave.run
+    deaths: list[Wave] = []
+
+    def die_once(wave: Wave) -> None:
+        if not deaths:
+            deaths.append(wave)
+            raise SystemExit
+        real(wave)
+
+    monkeypatch.setattr(queue_core, "_PACE", PATIENCE)
+    monkeypatch.setattr(Wave, "run", die_once)
+    with BatchQueue(lambda x: x * 3 + 1, max_batch=8) as queue:
+        closed_loop(queue, 8, 5)
+        stats = queue.stats()
+    assert (stats.completed, stats.failed, stats.workers_replaced) == (40, 0, 1)
+
+
+def test_a_batch_that_takes_long_is_announced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the worker has better things to do than to wait."""
+    waves: list[Wave] = []
+    monkeypatch.setattr(Wave, "run", waves.append)
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return x * 3 + 1
+
+    with BatchQueue(slow, max_batch=8) as queue:
+        closed_loop(queue, 8, 2)
+    assert waves == []
