@@ -90,10 +90,9 @@ def rows(head_dim: int, **options: object) -> hopper_source.Source:
     return hopper_source.rows_source(backward(head_dim, deterministic=True, **options))
 
 
-# Source and bytes that it may spill. The forward spills nothing, in fp32 with D 128 the addresses of
-# parts. A block of keys keeps its sums and products in 192 to
-# 224 of 240 registers: there some addresses are spilled, and with Philox and a mask the statistics
-# of rows and their addresses, too.
+# Source and bytes that it may spill. The forward spills nothing, in fp32 with D 128 the addresses
+# of parts. A block of keys keeps its sums and products in 192 to 224 of 240 registers: there some
+# addresses are spilled, and with Philox and a mask the statistics of rows and their addresses, too.
 KERNELS = {
     "forward, D 128, causal": (lambda: forward(128, band=CAUSAL, dtype=torch.float16), 0),
     "forward, D 64, window, tail": (lambda: forward(64, band=WINDOW, keys=4000), 0),
