@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,6 +108,9 @@ class _Client:
                 self.asked.append(Asked(x, deadline, future))
                 if self.rng.random() < 0.1:
                     future.cancel()
+                elif self.rng.random() < 0.3:
+                    with suppress(Exception):  # what it says is looked at later
+                        future.result()
             finally:
                 moment.release()
 
@@ -135,7 +139,9 @@ def _close_once(rng: random.Random, report: LoadReport) -> None:
     begin = threading.Barrier(_CLIENTS + 1)
     moment = threading.Semaphore(0)
     clients = [_Client(queue, random.Random(rng.random()), []) for _ in range(_CLIENTS)]
-    threads = [threading.Thread(target=client.run, args=(begin, moment)) for client in clients]
+    threads = [
+        threading.Thread(target=client.run, args=(begin, moment), daemon=True) for client in clients
+    ]
     for thread in threads:
         thread.start()
     begin.wait()
@@ -143,7 +149,8 @@ def _close_once(rng: random.Random, report: LoadReport) -> None:
         moment.acquire()
     queue.close(drain=rng.random() < 0.5)
     for thread in threads:
-        thread.join()
+        thread.join(_LOST)
+        assert not thread.is_alive(), "a client still waits after its queue was closed"
     mine = LoadReport(refused=sum(client.refused for client in clients))
     for client in clients:
         for asked in client.asked:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,8 +18,9 @@ from orchard.attention.api import attention
 from orchard.serving.batch_queue import BatchQueue
 from orchard.testing.memory import resident_bytes
 
-CLIENTS = 16
-UNDER_WAY = 8  # requests of each client
+CLIENTS = 16  # that have several requests under way
+UNDER_WAY = 8  # of each
+WAITING = 16  # clients that ask again when they have their answer
 SETTLING = 60.0  # seconds before memory is looked at, or a quarter of a shorter soak
 GROWTH_LIMIT = 1e6  # bytes
 _LOST = 60.0  # seconds after which a request counts as lost
@@ -79,6 +80,28 @@ class SoakReport:
         )
 
 
+class Counts(NamedTuple):
+    requests: int
+    lost: int
+    wrong: int
+
+
+class _Client:
+    """A thread that asks. One that does not come back has lost what it waits for."""
+
+    def __init__(self, ask: Callable[[int], Counts], first: int) -> None:
+        self._found = Counts(0, 1, 0)
+        self._thread = threading.Thread(target=self._run, args=(ask, first), daemon=True)
+        self._thread.start()
+
+    def _run(self, ask: Callable[[int], Counts], first: int) -> None:
+        self._found = ask(first)
+
+    def counts(self, end: float) -> Counts:
+        self._thread.join(max(0.0, end - time.monotonic()))
+        return self._found
+
+
 class _Model:
     """Sums of small integers, which are exact in any order, and attention over them."""
 
@@ -106,10 +129,12 @@ def soak(seconds: float, step: Callable[[str], None]) -> SoakReport:
     ]
     expected = [model(x) for x in questions]
     end = time.monotonic() + seconds
-    with BatchQueue(model, max_batch=32) as queue, ThreadPoolExecutor(CLIENTS) as threads:
+    with BatchQueue(model, max_batch=32) as queue:
 
-        def ask(first: int) -> tuple[int, int, int]:
-            """Requests, lost and wrong."""
+        def is_wrong(question: int, answer: Tensor) -> bool:
+            return not torch.equal(answer, expected[question])
+
+        def ask(first: int) -> Counts:
             asked: deque[tuple[int, Future[Tensor]]] = deque()
             number, lost, wrong = 0, 0, 0
             while asked or time.monotonic() < end:
@@ -126,13 +151,25 @@ def soak(seconds: float, step: Callable[[str], None]) -> SoakReport:
                     error = late
                 if error is not None:
                     lost += 1
-                elif not torch.equal(future.result(), expected[question]):
-                    wrong += 1
-            return number, lost, wrong
+                else:
+                    wrong += is_wrong(question, future.result())
+            return Counts(number, lost, wrong)
 
-        futures = [threads.submit(ask, 7 * client) for client in range(CLIENTS)]
+        def ask_and_wait(first: int) -> Counts:
+            number, lost, wrong = 0, 0, 0
+            while time.monotonic() < end:
+                question = (first + number) % len(questions)
+                number += 1
+                try:
+                    wrong += is_wrong(question, queue.submit(questions[question]).result())
+                except Exception:
+                    lost += 1
+            return Counts(number, lost, wrong)
+
+        clients = [_Client(ask, 7 * n) for n in range(CLIENTS)]
+        clients += [_Client(ask_and_wait, 11 * n) for n in range(WAITING)]
         samples = _watch(seconds, step)
-        counts = [future.result() for future in futures]
+        counts = [client.counts(end + _LOST) for client in clients]
     requests, lost, wrong = (sum(each) for each in zip(*counts, strict=True))
     return SoakReport(seconds, requests, lost, wrong, tuple(samples), min(SETTLING, seconds / 4))
 
