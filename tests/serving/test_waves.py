@@ -12,7 +12,7 @@ from weakref import ref
 import pytest
 import torch
 
-from orchard.serving import queue_core, requests
+from orchard.serving import requests
 from orchard.serving.batch_queue import BatchQueue
 from orchard.serving.batch_runner import Outcome
 from orchard.serving.requests import Request, Wave
@@ -60,6 +60,14 @@ class Waiting:
         return self.got
 
 
+def run(wave: Wave) -> None:
+    """As the worker does, but not for ever."""
+    worker = threading.Thread(target=wave.run, args=(PATIENCE,), daemon=True)
+    worker.start()
+    worker.join(PATIENCE)
+    assert not worker.is_alive()
+
+
 @pytest.fixture
 def opened_by(monkeypatch: pytest.MonkeyPatch) -> dict[int, threading.Thread]:
     """Which thread has opened a request first, by the request's id."""
@@ -86,10 +94,11 @@ def test_who_has_passed_wakes_the_next(
         request.announce(wave)
     assert opened_by == {}
     assert all(request.done() for request in asked)
-    wave.run()
+    run(wave)
     assert [each.join() for each in waiting] == list(range(5))
     found = [opened_by[id(request)] for request in asked]
-    assert found == [threading.current_thread(), *(each.thread for each in waiting[:-1])]
+    assert found[1:] == [each.thread for each in waiting[:-1]]
+    assert found[0] not in found[1:]
 
 
 @needs_gil
@@ -99,7 +108,7 @@ def test_the_worker_waits_until_they_have_passed(monkeypatch: pytest.MonkeyPatch
     real = Wave.pass_on
 
     def slow(wave: Wave) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() in threads:
             time.sleep(0.01)
             passed.append(1)
         real(wave)
@@ -107,10 +116,11 @@ def test_the_worker_waits_until_they_have_passed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Wave, "pass_on", slow)
     asked = [running(n) for n in range(4)]
     waiting = [Waiting(request) for request in asked]
+    threads = [each.thread for each in waiting]
     wave = Wave()
     for request in asked:
         request.announce(wave)
-    wave.run()
+    run(wave)
     assert len(passed) == 4
     assert [each.join() for each in waiting] == list(range(4))
 
@@ -124,7 +134,7 @@ def test_one_that_does_not_pass_holds_nobody_up() -> None:
     wave = Wave()
     for request in asked:
         request.announce(wave)
-    wave.run()
+    run(wave)
     assert [each.join() for each in waiting] == [1, 2, 3, 4]
     assert asked[0].result() == 0
 
@@ -134,24 +144,39 @@ def test_a_thread_that_is_interrupted_as_it_passes_on_leaves_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between taking the next out of the line and waking it."""
+    monkeypatch.setattr(requests, "_STALLED", 0.5)
     real = Request.open
     lost: list[Request] = []
 
     def open_unless_lost(request: Request) -> None:
-        if threading.current_thread() is not threading.main_thread() and not lost:
+        if threading.current_thread() is waiting[0].thread and not lost:
             lost.append(request)
             raise SystemExit
         real(request)
 
-    monkeypatch.setattr(Request, "open", open_unless_lost)
     asked = [running(n) for n in range(5)]
     waiting = [Waiting(request) for request in asked]
+    monkeypatch.setattr(Request, "open", open_unless_lost)
     wave = Wave()
     for request in asked:
         request.announce(wave)
-    wave.run()
-    assert lost == [asked[1]]
+    run(wave)
     assert [each.join() for each in waiting] == [None, 1, 2, 3, 4]
+    assert lost == [asked[1]]
+
+
+@needs_gil
+def test_a_callback_holds_up_nobody_who_waits() -> None:
+    """Those before it are woken first, also where the callback waits for one of them."""
+    asked = [running(n) for n in range(4)]
+    waiting = [Waiting(request) for request in asked[:3]]
+    seen: list[Any] = []
+    asked[3].add_done_callback(lambda _: seen.extend(each.join() for each in waiting))
+    wave = Wave()
+    for request in asked:
+        request.announce(wave)
+    assert seen == [0, 1, 2]
+    run(wave)
 
 
 def test_what_is_asked_for_later_waits_for_no_wave() -> None:
@@ -180,7 +205,7 @@ def test_requests_are_not_kept_by_their_wave() -> None:
         for request in asked:
             request.announce(wave)
         del asked, request
-        wave.run()
+        run(wave)
         assert [each.join() for each in waiting] == [0, 1, 2]
         assert [reference() for reference in left] == [None] * 3
     finally:
@@ -225,7 +250,6 @@ def test_waves_that_come_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         if threading.current_thread().name.startswith("orchard-queue"):
             real(wave)
 
-    monkeypatch.setattr(queue_core, "_PACE", PATIENCE)
     monkeypatch.setattr(Wave, "pass_on", by_the_worker)
     with BatchQueue(lambda x: x * 3 + 1, max_batch=8) as queue:
         closed_loop(queue, 8, 5)
@@ -236,13 +260,12 @@ def test_a_worker_that_dies_in_a_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Wave.run
     deaths: list[Wave] = []
 
-    def die_once(wave: Wave) -> None:
+    def die_once(wave: Wave, seconds: float) -> bool:
         if not deaths:
             deaths.append(wave)
             raise SystemExit
-        real(wave)
+        return real(wave, seconds)
 
-    monkeypatch.setattr(queue_core, "_PACE", PATIENCE)
     monkeypatch.setattr(Wave, "run", die_once)
     with BatchQueue(lambda x: x * 3 + 1, max_batch=8) as queue:
         closed_loop(queue, 8, 5)
@@ -250,15 +273,35 @@ def test_a_worker_that_dies_in_a_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (stats.completed, stats.failed, stats.workers_replaced) == (40, 0, 1)
 
 
-def test_a_batch_that_takes_long_is_announced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the worker has better things to do than to wait."""
-    waves: list[Wave] = []
-    monkeypatch.setattr(Wave, "run", waves.append)
+@pytest.mark.parametrize("threads", [8, 16])
+def test_a_worker_waits_for_no_wave_where_a_batch_waits_for_it(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two batches' threads the others have asked while a batch ran, and that took long."""
+    waves: list[int] = []
+    real = Wave.run
+
+    def run_and_tell(wave: Wave, seconds: float) -> bool:
+        waves.append(len(wave))
+        return real(wave, seconds)
+
+    monkeypatch.setattr(Wave, "run", run_and_tell)
+    begun = threading.Semaphore(0)
 
     def slow(x: torch.Tensor) -> torch.Tensor:
+        begun.release()
+        end = time.monotonic() + PATIENCE
+        while queue.stats().pending < threads - 8 and not is_last.is_set():
+            assert time.monotonic() < end
+            time.sleep(0.001)
         time.sleep(0.02)
         return x * 3 + 1
 
-    with BatchQueue(slow, max_batch=8) as queue:
-        closed_loop(queue, 8, 2)
-    assert waves == []
+    is_last = threading.Event()
+    with BatchQueue(slow, max_batch=8, max_delay=PATIENCE) as queue:
+        clients = [Waiting(queue.submit(torch.ones(1, 1) * n)) for n in range(threads)]
+        begun.acquire(timeout=PATIENCE)
+        is_last.set()
+        assert [each.join().item() for each in clients] == [3 * n + 1 for n in range(threads)]
+        assert queue.stats().workers_replaced == 0
+    assert waves == [8]

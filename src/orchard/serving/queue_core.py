@@ -39,7 +39,8 @@ from orchard.text import one_line
 
 _NEVER = sys.maxsize
 _SOON = 0.05  # seconds
-_PACE = 100e-6  # seconds of a batch for each of its requests, up to which it did not take long
+_PACE = 25e-6  # seconds in which a thread is woken and wakes the next, until it was measured
+_SLOWEST_PACE = 50e-6
 _RECOVERY = 16  # batches in a row without running out of memory, before the limit doubles again
 
 
@@ -82,6 +83,7 @@ class Worker:
     first: Callable[[], None] | None = None  # run before the first batch
     batch: tuple[Request, ...] = ()
     wave: Wave | None = None  # of the batch before, while it is under way
+    pace: float = _PACE  # of waves so far
     busy: float = 0.0
     retired: bool = False
 
@@ -209,6 +211,8 @@ class QueueCore:
                 request.announce(wave)
             except BaseException as error:  # Ctrl-C, where the main thread announces
                 logger.error("a request was announced in part: %s", one_line(error))
+                if request.done():
+                    request.open()
         with self._lock:
             for request in settled:
                 self._unsettled.pop(request.number, None)
@@ -447,11 +451,17 @@ class QueueCore:
         report = load.runner.run(load.parcels)
         self._conclude(worker, report, start)
         is_fatal = report.fatal
-        del load, report  # who is woken has the last references to what is its own
+        del load, report  # a request and its result are left to who waits for them
         if worker.wave is not None:
-            worker.wave.run()
-            worker.wave = None
+            self._await_wave(worker, worker.wave)
         return not is_fatal or not self._replace(worker)
+
+    def _await_wave(self, worker: Worker, wave: Wave) -> None:
+        start = time.monotonic()
+        if wave.run(_SLOWEST_PACE * (1 + len(wave))) and len(wave) > 1:
+            found = (time.monotonic() - start) / len(wave)
+            worker.pace = min(0.75 * worker.pace + 0.25 * found, _SLOWEST_PACE)
+        worker.wave = None
 
     def _take(self, worker: Worker) -> Load | None:
         """Wait for the worker's next batch; None when the queue has ended."""
@@ -502,11 +512,12 @@ class QueueCore:
         self._alarm = self._pending.missing(self._limit) if self._sleeping else _NEVER
 
     def _conclude(self, worker: Worker, report: Report, start: float) -> None:
-        """Settle and announce the batch. Where it did not take long those who wait are woken in a
-        wave, which the worker waits for: it would only be in their way.
+        """Settle and announce the batch. Those who wait are woken in a wave, which the worker waits
+        for, where it has nothing else to do or that takes no less than a batch.
         """
         now = self._clock.now()
-        worker.wave = Wave() if now - start <= _PACE * len(worker.batch) else None
+        is_short = now - start <= worker.pace * len(worker.batch)
+        worker.wave = Wave() if is_short or not self._has_batch() else None
         with _Announcement(self, worker.wave) as settled, self._lock:
             self._begin_change(settled)
             worker.busy += now - start
@@ -523,6 +534,11 @@ class QueueCore:
                 self._settle(request, outcome, settled)
             worker.batch = ()
             self._end_change(settled)
+
+    def _has_batch(self) -> bool:
+        """Whether a batch could run now, as a guess."""
+        count = self._pending.count + len(self._arrivals)
+        return count >= (self._limit if self._limits.max_delay else 1)
 
     def _settle(self, request: Request, outcome: Outcome, settled: list[Request]) -> None:
         """The outcome of a request that ran, unless `close` gave up on it meanwhile."""
@@ -549,8 +565,6 @@ class QueueCore:
 
     def _bury(self, worker: Worker, error: BaseException) -> None:
         """A thread ends out of turn: answer its batch and put another in its place."""
-        if worker.wave is not None:
-            worker.wave.end()
         with _Announcement(self) as settled, self._lock:
             for request in worker.batch:
                 died = WorkerDied(f"the worker thread that ran the request died: {one_line(error)}")
@@ -561,6 +575,8 @@ class QueueCore:
             self._begin_change(settled)
             self._end_change(settled)
         worker.retired = self._replace(worker)
+        if worker.wave is not None:
+            worker.wave.end()
 
     def _replace(self, worker: Worker) -> bool:
         """Start another thread in the worker's place; False where none can be started."""

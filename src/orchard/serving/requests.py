@@ -21,6 +21,7 @@ from contextlib import suppress
 from enum import Enum
 from operator import attrgetter
 from threading import Condition, Event, Lock, current_thread, main_thread
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ReferenceType, ref
 
@@ -59,8 +60,8 @@ class Wave:
     """Threads that wait for results, woken one after the other: who has passed wakes the next.
 
     Woken all at once they fight for the interpreter, and with the worker for what it needs to run
-    the next batch, while most of them only come back with another request. Who has passed keeps
-    its request alone, so that the memory that its next one gets is still in its cache.
+    the next batch, while most of them only come back with another request. The wave keeps none
+    that it has woken, so that the memory of a thread's next request is still in its cache.
     """
 
     __slots__ = ("_asleep", "_members", "_over")
@@ -71,13 +72,16 @@ class Wave:
         self._over = Lock()
         self._over.acquire()
 
+    def __len__(self) -> int:
+        return len(self._members)
+
     def add(self, request: Request) -> None:
         request.wave = self
         self._members.append(ref(request))
         self._asleep.append(request)
 
     def pass_on(self) -> None:
-        """Wake the next; where this is interrupted, `run` makes up for it."""
+        """Wake the next; where this is interrupted, `end` makes up for it."""
         try:
             following = self._asleep.popleft()
         except IndexError:
@@ -86,15 +90,20 @@ class Wave:
         else:
             following.open()
 
-    def run(self) -> None:
-        """Wake them all, and wait while they pass."""
+    def run(self, seconds: float) -> bool:
+        """Wake them all and wait while they pass, at the longest so many seconds, or until none
+        has passed for a while; whether all have.
+        """
+        end = monotonic() + seconds
         self.pass_on()
-        left = len(self._members)
-        while left > 1 and not self._over.acquire(timeout=_STALLED):
+        is_over, left = False, len(self._asleep)
+        while left and not is_over and monotonic() < end:
+            is_over = self._over.acquire(timeout=_STALLED)
             before, left = left, len(self._asleep)
             if left == before:
                 break
         self.end()
+        return is_over
 
     def end(self) -> None:
         """Wake at once those who are left."""
@@ -102,6 +111,7 @@ class Wave:
             request = member()
             if request is not None:
                 request.open()
+        self._asleep.clear()
 
 
 class Request(Future[Any]):
@@ -118,7 +128,7 @@ class Request(Future[Any]):
     _result: Any = None
     _exception: BaseException | None = None
     _is_open = False
-    _is_awaited = False  # a thread is at the gate, or about to be
+    _is_awaited = False  # a thread went to the gate; it may have been interrupted there
     _claimed: str | None = None  # the state that it was to have first: running, or cancelled
     number = 0  # in order of arrival; 0 before the queue has looked at it
     arrival = 0.0  # a moment of the queue's clock, as is the deadline
@@ -186,9 +196,7 @@ class Request(Future[Any]):
         """Fill the future, unless its holder has done so; a wave wakes who waits for it later."""
         outcome, self.outcome = self.outcome, None
         mine = self.__dict__  # here: to make it may run the collector
-        if outcome is None:
-            self._end_cancelling()
-        elif _HAS_GIL and "_condition" not in mine and self._state == RUNNING:
+        if outcome is not None and _HAS_GIL and "_condition" not in mine and self._state == RUNNING:
             # Up to the state is no call: no other thread makes a condition meanwhile.
             self._result, self._exception = outcome
             self._state = FINISHED
@@ -196,6 +204,11 @@ class Request(Future[Any]):
                 wave.add(self)
             else:
                 self.open()
+            return
+        if wave is not None:
+            wave.end()  # nobody waits for a callback
+        if outcome is None:
+            self._end_cancelling()
         else:
             self._fill(outcome)
 
@@ -246,8 +259,9 @@ class Request(Future[Any]):
             except RuntimeError:  # the gate was opened once more, just here
                 if not self.done():  # or a signal handler has raised it
                     raise
-            if self.wave is not None:
-                self.wave.pass_on()
+            wave, self.wave = self.wave, None
+            if wave is not None:
+                wave.pass_on()
         if self._state == FINISHED and self._exception is None:
             return self._result
         try:
