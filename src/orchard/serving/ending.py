@@ -32,14 +32,16 @@ _LOOK = 0.02  # seconds between looks at threads that were asked to leave
 _FORK_PATIENCE = 10.0  # seconds that a fork waits for lanes to be left
 _FORK_LOOK = 0.001
 _QUIET = 0.5  # seconds in which no thread has used a processor: they wait, and not in torch
+_PARTING = 1.0  # seconds for daemon threads that were told of the end, to end themselves
+_PARTED = 0.05  # seconds in which none of them has used a processor
 _STRANGERS_PATIENCE = 1.0  # seconds that a fork waits for threads that Python does not know
 
 
 class Employer(Protocol):
     """Something with threads of its own, which run work for others."""
 
-    def dismiss(self) -> None:
-        """Cancel what has not begun."""
+    def dismiss(self) -> bool:
+        """Cancel what has not begun; whether somebody may have been told of it."""
 
     def wait_until_idle(self, timeout: float) -> bool:
         """Wait for what has begun."""
@@ -122,14 +124,17 @@ def _hold_back(visit: _Visit) -> None:
 def _end() -> None:
     global _ender
     employers = list(_employers)
+    is_told = False
     for employer in employers:
         try:
-            employer.dismiss()
+            is_told |= employer.dismiss()
         except BaseException as error:  # of a callback; the others are dismissed all the same
             logger.error("at the end of the interpreter %s", one_line(error))
     end = time.monotonic() + _PATIENCE
     for employer in employers:
         employer.wait_until_idle(max(0.0, end - time.monotonic()))
+    if is_told:
+        _await(_daemons, min(end, time.monotonic() + _PARTING), _FORK_LOOK, _PARTED)
     _ender = threading.get_ident()
     _clear_lanes(end)
 
@@ -141,14 +146,24 @@ def _clear_lanes(end: float) -> None:
     _await(lambda: [visit.native_id for visit in _inside()], end, _LOOK)
 
 
-def _await(threads: Callable[[], list[int]], end: float, look: float) -> None:
-    """Wait until there are no such threads, or none of them is at work."""
+def _daemons() -> list[int]:
+    """Daemon threads: who was told that there will be no answer drops its tensors and ends, and to
+    drop a tensor is to be in torch for a moment.
+    """
+    others = (thread for thread in threading.enumerate() if thread.daemon)
+    return [thread.native_id for thread in others if thread.native_id is not None]
+
+
+def _await(
+    threads: Callable[[], list[int]], end: float, look: float, patience: float = _QUIET
+) -> None:
+    """Wait until there are no such threads, or none of them has been at work for so long."""
     before: list[list[str]] = []
-    quiet = time.monotonic() + _QUIET
+    quiet = time.monotonic() + patience
     while (found := threads()) and time.monotonic() < min(end, quiet):
         doing = [_doing(native_id) for native_id in found]
         if doing != before or ["R"] in (each[:1] for each in doing):
-            quiet = time.monotonic() + _QUIET
+            quiet = time.monotonic() + patience
         before = doing
         time.sleep(look)
 

@@ -641,16 +641,17 @@ class QueueCore:
             self._work.notify_all()
             self._time.notify_all()
 
-    def dismiss(self) -> None:
-        """Accept nothing more and run nothing more."""
+    def dismiss(self) -> bool:
+        """Accept nothing more and run nothing more; whether somebody may have to be told."""
         self._dismissed = True
+        is_told = not self._closed or bool(self._unsettled or self._arrivals)
         self.abandon()
-        if self._forked or self._is_inside():  # a worker sees to it
-            return
-        with _Announcement(self) as settled, self._lock:
-            self._begin_change(settled)
-            self._close_out(self._idle_requests(), settled, "the queue was closed")
-            self._end_change(settled)
+        if not self._forked and not self._is_inside():  # there a worker sees to it
+            with _Announcement(self) as settled, self._lock:
+                self._begin_change(settled)
+                self._close_out(self._idle_requests(), settled, "the queue was closed")
+                self._end_change(settled)
+        return is_told
 
     def wait_until_idle(self, timeout: float | None) -> bool:
         """Wait for the threads of a closed queue; what is not done in time is given up."""

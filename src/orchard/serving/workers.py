@@ -178,11 +178,12 @@ class Workers:
         with self._lock:
             self._counts[outcome] += 1
 
-    def dismiss(self) -> None:
-        """Cancel what has not begun."""
+    def dismiss(self) -> bool:
+        """Cancel what has not begun; whether somebody may have been told of it."""
         with self._lock:
             tasks, self._tasks = self._tasks, deque()
             self._counts["cancelled"] += len(tasks)
+            is_told = bool(tasks or self._running)
             self._work_ended.notify_all()
         for task in tasks:
             try:
@@ -190,6 +191,7 @@ class Workers:
             except BaseException as error:  # of a callback; futures pass over mere Exceptions
                 logger.error("a callback of a future raised %s", one_line(error))
             task.future.set_running_or_notify_cancel()  # tells those in futures.wait too
+        return is_told
 
     def wait_until_idle(self, timeout: float | None = None) -> bool:
         """Wait for all tasks; a task that asks does not wait, since it is one of them."""

@@ -427,6 +427,22 @@ QUEUE_EXITS = {
         """,
         "6.0\n",
     ),
+    "daemon threads that ask and wait": (
+        """
+        queue = BatchQueue(function)
+        def client():
+            x = row(1)  # to drop a tensor is to be in torch, too
+            try:
+                while True:
+                    queue.submit(x).result()
+            except QueueClosed:
+                pass
+        for _ in range(16):
+            threading.Thread(target=client, daemon=True).start()
+        time.sleep(0.1)
+        """,
+        "",
+    ),
 }
 QUEUE_FORKS = {
     "fork with requests in flight": (
