@@ -40,7 +40,8 @@ from orchard.text import one_line
 _NEVER = sys.maxsize
 _SOON = 0.05  # seconds
 _PACE = 25e-6  # seconds in which a thread is woken and wakes the next, until it was measured
-_SLOWEST_PACE = 50e-6
+_SLOWEST_PACE = 50e-6  # that a worker waits for while there is a batch
+_LONGEST_STEP = 100e-6  # seconds that a worker waits for each of a wave, all in all
 _RECOVERY = 16  # batches in a row without running out of memory, before the limit doubles again
 
 
@@ -458,7 +459,7 @@ class QueueCore:
 
     def _await_wave(self, worker: Worker, wave: Wave) -> None:
         start = time.monotonic()
-        if wave.run(_SLOWEST_PACE * (1 + len(wave))) and len(wave) > 1:
+        if wave.run(_LONGEST_STEP * len(wave)) and len(wave) > 1:
             found = (time.monotonic() - start) / len(wave)
             worker.pace = min(0.75 * worker.pace + 0.25 * found, _SLOWEST_PACE)
         worker.wave = None

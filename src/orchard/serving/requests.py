@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 AGEING = 0.1  # seconds: one step of priority is worth as much as having waited so much longer
 HIGHEST_PRIORITY = 100  # and -100 the lowest: nobody is overtaken by who came 20 s later
 _STALE_DEADLINES = 64
-_STALLED = 0.001  # seconds without one of a wave passing, after which the rest is woken at once
+_STALLED = 0.002  # seconds without one of a wave passing, after which the rest is woken at once
 _HAS_GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
