@@ -88,6 +88,7 @@ def lane_layout(columns):
 
 @gluon.jit
 def _parts(values):
+    """A product of 64 rows as [64, columns / 8, 4, 2], where it is."""
     COLUMNS: gl.constexpr = values.shape[1]
     parts = gl.reshape(values, [ROWS, COLUMNS // 8, 4, 2])
     return gl.convert_layout(parts, _parts_layout(COLUMNS), assert_trivial=True)
