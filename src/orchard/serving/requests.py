@@ -61,7 +61,7 @@ class Wave:
 
     Woken all at once they fight for the interpreter, and with the worker for what it needs to run
     the next batch, while most of them only come back with another request. The wave keeps none
-    that it has woken, so that the memory of a thread's next request is still in its cache.
+    that it has woken: where they were kept, waking took a third longer.
     """
 
     __slots__ = ("_asleep", "_members", "_over")
@@ -206,7 +206,7 @@ class Request(Future[Any]):
                 self.open()
             return
         if wave is not None:
-            wave.end()  # nobody waits for a callback
+            wave.end()  # who waits for a result does not wait for a callback
         if outcome is None:
             self._end_cancelling()
         else:

@@ -161,9 +161,11 @@ def soak(seconds: float, step: Callable[[str], None]) -> SoakReport:
                 question = (first + number) % len(questions)
                 number += 1
                 try:
-                    wrong += is_wrong(question, queue.submit(questions[question]).result())
-                except Exception:
+                    answer = queue.submit(questions[question]).result()
+                except Exception:  # whatever it is, an answer was due
                     lost += 1
+                else:
+                    wrong += is_wrong(question, answer)
             return Counts(number, lost, wrong)
 
         clients = [_Client(ask, 7 * n) for n in range(CLIENTS)]
