@@ -397,6 +397,38 @@ def test_a_graph_clears_what_programs_add_to(name: str) -> None:
         assert problem.complaints(found) == []
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2, 256, 128), (2, 8, 512, 64), (2, 16, 2048, 128)])
+def test_backwards_in_a_row_wait_for_one_another(
+    shape: tuple[int, ...], deterministic: bool, reproducible: None
+) -> None:
+    """Kernels begin before the one in front has ended; nobody reads what is not there yet."""
+    torch.use_deterministic_algorithms(deterministic)
+    query, key, value = (
+        torch.randn(shape, device=DEVICE, dtype=BF16, requires_grad=True) for _ in range(3)
+    )
+    out = orchard.attention(query, key, value, backend=NAME)
+    given = [torch.randn_like(out) * 4.0**n for n in range(6)]
+
+    def backward(grad: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, (query, key, value), grad, retain_graph=True)
+
+    alone = []
+    for grad in given:
+        torch.cuda.synchronize()
+        alone.append(backward(grad))
+    torch.cuda.synchronize()
+    for _ in range(4):
+        for expected, found in zip(alone, [backward(grad) for grad in given], strict=True):
+            for one, other in zip(expected, found, strict=True):
+                if deterministic:
+                    assert torch.equal(one, other)
+                else:  # sums in another order, then rounded to bf16
+                    torch.testing.assert_close(
+                        one, other, rtol=2**-6, atol=float(one.abs().max()) * 2**-8
+                    )
+
+
 def test_a_captured_call_draws_its_seed_anew() -> None:
     """The public call in a graph: torch's generator goes on from one replay to the next."""
     query = torch.randn(2, 4, 300, 64, device=DEVICE, dtype=BF16)

@@ -120,7 +120,7 @@ KERNELS = {
     "backward, D 64, fused, causal": (lambda: keys(64, band=CAUSAL), 128),
     "backward, D 128, fused, dropout, bool mask": (
         lambda: keys(128, dropout=True, mask=torch.bool),
-        512,
+        544,
     ),
     "backward, D 64, fused, additive mask": (lambda: keys(64, mask=torch.bfloat16), 256),
     "backward, D 128, split": (lambda: keys(128, deterministic=True), 64),
@@ -131,7 +131,10 @@ KERNELS = {
     ),
     "backward, D 64, rows": (lambda: rows(64), 0),
     "backward, D 64, rows, dropout, causal": (lambda: rows(64, dropout=True, band=CAUSAL), 0),
-    "backward, D 128, rows, causal": (lambda: rows(128, band=CAUSAL), 0),
+    "backward, D 128, rows": (lambda: rows(128), 0),
+    "backward, D 128, rows, causal": (lambda: rows(128, band=CAUSAL), 16),
+    "backward, D 128, rows, dropout": (lambda: rows(128, dropout=True), 256),
+    "backward, D 128, rows, bool mask": (lambda: rows(128, mask=torch.bool), 128),
     "backward, D 64, rows, window, tail, softcap": (
         lambda: rows(64, band=WINDOW, keys=4000, softcap=20.0),
         0,
@@ -160,6 +163,25 @@ def test_the_kernels_before_and_after_a_backward_load_wide() -> None:
     special = backward(128)
     for source in (hopper_source.statistics_source, hopper_source.sums_source):
         assert "ld.global.v4" in source(special).compile(SM_90).asm["ptx"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_kernel_that_begins_early_waits_itself(head_dim: int, deterministic: bool) -> None:
+    """And the one before it lets it begin, once this one has waited for what it needs itself."""
+    special = backward(head_dim, deterministic=deterministic)
+    last = hopper_source.rows_source if deterministic else hopper_source.sums_source
+    sources = hopper_source.statistics_source, hopper_source.keys_source, last
+    found = []
+    for source in sources:
+        compiled = source(special).compile(SM_90)
+        orders = re.findall(r"griddepcontrol\.(wait|launch_dependents);", compiled.asm["ptx"])
+        found.append((compiled.metadata.launch_pdl, orders))
+    waits, lets = "wait", "launch_dependents"
+    if deterministic:  # dQ reads what the statistics left, so dK and dV begin after these
+        assert found == [(False, []), (False, [lets]), (True, [waits])]
+    else:
+        assert found == [(False, [lets]), (True, [waits, lets]), (True, [waits])]
 
 
 @pytest.mark.parametrize(("head_dim", "wide"), [(64, True), (36, True), (128, True), (33, False)])

@@ -1,5 +1,6 @@
 """What the Hopper kernels take, and how they are specialised: no GPU and no Triton is needed."""
 
+import heapq
 import math
 from typing import Any
 
@@ -186,21 +187,30 @@ def test_shares_never_take_longer_than_whole_blocks(blocks: int, tiles: int) -> 
     shares = hopper_plan.Shares.of(blocks, tiles, PROCESSORS)
     shared = blocks - shares.unshared
     assert shares.blocks == blocks
-    assert 1 <= shares.parts <= tiles
     assert (shared > 0) == (shares.parts > 1)
-    assert shares.programs == shares.unshared + shared * shares.parts
+    assert 0 <= shares.fewer <= shared
+    of_more = (shared - shares.fewer) * (shares.parts + 1)
+    assert shares.programs == shares.unshared + shares.fewer * shares.parts + of_more
     if shared:
-        assert shares.unshared % PROCESSORS == 0
-        last = -(-shared * shares.parts // PROCESSORS) * -(-tiles // shares.parts)
-        whole = -(-blocks // PROCESSORS) * tiles
-        assert shares.unshared // PROCESSORS * tiles + last <= whole
+        assert shares.unshared % PROCESSORS == shares.programs % PROCESSORS == 0
+        assert shares.parts < tiles
+        lengths = shares.fewer * shares.parts * [-(-tiles // shares.parts)]
+        lengths += of_more * [-(-tiles // (shares.parts + 1))]
+        ends = [0] * PROCESSORS
+        for length in lengths:  # whoever is ready takes the next program
+            heapq.heapreplace(ends, ends[0] + length)
+        assert max(ends) <= tiles
 
 
 def test_shares_have_to_save_enough() -> None:
-    """2048 blocks are 15.5 turns of 132 processors: 16 without shares, then 15 and 3 fifths."""
-    assert hopper_plan.Shares.of(2048, 64, 132) == (2048, 15 * 132, 5)
-    assert hopper_plan.Shares.of(2048, 64, 132, 0.1) == (2048, 2048, 1)
-    assert hopper_plan.Shares.of(60, 64, 132, 0.1) == (60, 0, 2)
+    """2048 blocks are 15.5 turns of 132 processors: 16 without shares. With them 68 blocks are two
+    turns, of 8 blocks in three parts and 60 in four.
+    """
+    assert hopper_plan.Shares.of(2048, 64, 132) == (2048, 15 * 132, 3, 8)
+    assert hopper_plan.Shares.of(2048, 64, 132, 0.1) == (2048, 2048, 1, 0)
+    assert hopper_plan.Shares.of(60, 64, 132, 0.1) == (60, 0, 2, 48)
+    assert hopper_plan.Shares.of(2 * 132, 64, 132) == (264, 264, 1, 0)
+    assert hopper_plan.Shares.of(1, 2, 132) == (1, 1, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -471,15 +481,15 @@ def test_a_backward_is_launched_with_its_tensors(
     if deterministic:
         assert last[12:15] == (4, grads.query.data_ptr(), grads.query.stride())
         assert last[15:19] == (lse, lse, delta, 0)
-        assert keys[29:33] == (0, 64, 1, 0)
+        assert keys[29:34] == (0, 64, 1, 0, 0)
     else:
         sums, further, count = *statistics[6:8], statistics[13]
         shared = 64 * (2 * 128 * 64 + hopper_plan.COUNTER)
         assert (further - sums, count) == (4 * 4 * 2048 * 64, shared + 4 + 4)
-        assert (keys[25], keys[29:33]) == (sums, (further, 0, 2, sums))
-        assert keys[33:37] == (grads.query.data_ptr(), *grads.query.stride()[:3])
+        assert (keys[25], keys[29:34]) == (sums, (further, 0, 2, 60, sums))
+        assert keys[34:38] == (grads.query.data_ptr(), *grads.query.stride()[:3])
         finished, taken = further + 4 * shared, further + 4 * (shared + 4)
-        assert keys[37:41] == (finished, taken, plan.lag, 64)
+        assert keys[38:42] == (finished, taken, plan.lag, 64)
         assert last[:3] == (sums, taken, grads.query.data_ptr())
         assert last[-3:] == grads.query.stride()[:3]
 
@@ -547,7 +557,7 @@ def test_a_backward_with_an_added_mask(
     keys, last = kernels.keys.launches[0], kernels.last.launches[0]
     assert (keys[13], keys[16]) == (lse.data_ptr(), delta.data_ptr())
     assert keys[27:29] == (spare.data_ptr(), 256)
-    masked = keys[51:54] if offset == 0 else keys[51:52]
+    masked = keys[52:55] if offset == 0 else keys[52:53]
     assert masked[0] == (9 if offset == 0 else mask.data_ptr())
     assert offset or masked[1:] == (mask.data_ptr(), (200 * 208, 200, 208, 1))
     if deterministic:

@@ -7,11 +7,26 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _get_deterministic_algorithms, _len_torch_dispatch_stack
 
 from orchard.attention.problem import accumulation_dtype
 from orchard.attention.strides import axis_order, contiguous_strides, dense_strides
 
-allocate = torch.empty_strided  # the one source of output memory
+
+def allocate(
+    shape: tuple[int, ...], strides: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The one source of output memory, all of which is written afterwards.
+
+    So what torch fills where it was asked for deterministic algorithms is not filled here.
+    """
+    plain = not _get_deterministic_algorithms() or device.type == "mps"
+    if plain or _len_torch_dispatch_stack():  # a mode wants to see it, or has no real memory
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    elements = 0 if 0 in shape else 1 + reach
+    storage = torch.UntypedStorage(elements * dtype.itemsize, device=device)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, strides)
 
 
 class Place(NamedTuple):

@@ -4,6 +4,7 @@ memory, and dQ from its sums.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from orchard.backends.cuda.common import LOG2_E
 
@@ -22,6 +23,8 @@ def statistics_kernel(
 
     Empty rows and the padding get lse = +inf, so that their probabilities are 0.
     """
+    if SUMS:
+        gdc_launch_dependents()
     blocks = padded_rows // BLOCK
     plane = (tl.program_id(0) // blocks).to(tl.int64)
     row = ((tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -63,6 +66,7 @@ def grad_query_kernel(
     HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """The sums of dQ, scaled, in the dtype and strides of the gradient: rows not yet `Early`."""
+    gdc_wait()
     blocks = tl.cdiv(rows, BLOCK)
     plane = (tl.program_id(0) // blocks).to(tl.int64)
     row = ((tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]

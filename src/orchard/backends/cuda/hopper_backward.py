@@ -42,6 +42,9 @@ _EARLY_ELEMENTS = gl.constexpr(512)  # of dQ that are converted at a time, four 
 _SPAN_ELEMENTS = gl.constexpr(SPAN_ELEMENTS)
 _COUNTER = gl.constexpr(COUNTER)
 _ADDED = gl.constexpr("cp.async.bulk.wait_group 0;")  # what this thread gave to TMA is in memory
+# Programs of the kernel after this one may begin once all of this one have; it waits at its end.
+_LET_BEGIN = gl.constexpr("griddepcontrol.launch_dependents;")
+_AWAIT_BEFORE = gl.constexpr("griddepcontrol.wait;")
 # What a program keeps in shared memory for its end, where registers are too few.
 _SUMS = gl.constexpr(0)  # address of the sums of its block
 _PARTS = gl.constexpr(1)  # programs that share them
@@ -412,6 +415,9 @@ def _produce(block, shared, early, query, key, value, grad_out, mask, lse, delta
     mbarrier.expect(shared.loaded, key.block_type.nbytes + value.block_type.nbytes)
     tma.async_copy_global_to_shared(key, at, shared.loaded, shared.keys)
     tma.async_copy_global_to_shared(value, at, shared.loaded, shared.values)
+    if block.FUSED:
+        in_each_thread(_AWAIT_BEFORE)
+    in_each_thread(_LET_BEGIN)
     STATISTICS: gl.constexpr = block.ROW_TILE * 4
     HALVES: gl.constexpr = block.ROW_TILE // ROWS
     terms = block.terms
@@ -740,8 +746,9 @@ def _consume(block, shared, sums, grad_key, grad_value, grad_scale, CONSUMER: gl
 
 
 @gluon.jit
-def make_share(unshared, parts, sums, tiles, D: gl.constexpr, SHARED: gl.constexpr):
-    """The block of this program and its share of it: blocks from `unshared` on have `parts` each.
+def make_share(unshared, parts, fewer, sums, tiles, D: gl.constexpr, SHARED: gl.constexpr):
+    """The block of this program and its share of it: blocks from `unshared` on have `parts` each,
+    those after `fewer` of them one more.
 
     The sums of a block, [2, 128, D] and 0 at first, are followed by a counter.
     """
@@ -754,15 +761,21 @@ def make_share(unshared, parts, sums, tiles, D: gl.constexpr, SHARED: gl.constex
         begin = gl.to_tensor(0)
         end = tiles
         count = gl.to_tensor(1)
+        index = gl.to_tensor(0)  # among the blocks that are shared
         if block >= unshared:
-            # A number of tiles times one of processors may need more than 32 bits.
-            part = (beyond % parts).to(gl.int64)
-            begin = (tiles * part // parts).to(gl.int32)
-            end = (tiles * (part + 1) // parts).to(gl.int32)
-            block = unshared + beyond // parts
             count = parts
+            if beyond >= fewer * parts:
+                beyond -= fewer * parts
+                index = gl.to_tensor(0) + fewer
+                count = parts + 1
+            index += beyond // count
+            # A number of tiles times one of processors may need more than 32 bits.
+            part = (beyond % count).to(gl.int64)
+            begin = (tiles * part // count).to(gl.int32)
+            end = (tiles * (part + 1) // count).to(gl.int32)
+            block = unshared + index
         share = Share(begin, end, numbers, SHARED)
-        sums += (beyond // parts) * (2 * _KEYS * D + _COUNTER)
+        sums += index * (2 * _KEYS * D + _COUNTER)
         share.tell(_SUMS, sums.to(gl.int64, bitcast=True))
         share.tell(_PARTS, count)
     return block, share
@@ -771,7 +784,7 @@ def make_share(unshared, parts, sums, tiles, D: gl.constexpr, SHARED: gl.constex
 @gluon.jit
 def backward_kernel(
     query, key, value, grad_out, lse, delta, grad_key, grad_value, sums, spare, padded_rows,
-    shared_sums, unshared, parts,
+    shared_sums, unshared, parts, fewer,
     sums_start, grad_query, grad_batch, grad_head, grad_row, finished, taken, lag, head_dim,
     rows, key_count, heads, group, planes, cohort, low, high,
     factor, cap, mask, mask_batch, mask_head, mask_row, seed, threshold, keep_scale, grad_scale,
@@ -791,7 +804,8 @@ def backward_kernel(
     )  # fmt: skip
     blocks = gl.cdiv(key_count, _KEYS)
     # In a cohort of planes the first blocks come first: under a causal band they are the longest.
-    position, share = make_share(unshared, parts, shared_sums, gl.cdiv(rows, ROW_TILE), D, SHARED)
+    tiles = gl.cdiv(rows, ROW_TILE)
+    position, share = make_share(unshared, parts, fewer, shared_sums, tiles, D, SHARED)
     cohort_blocks = cohort * blocks
     first_plane = (position // cohort_blocks) * cohort
     members = gl.minimum(cohort, planes - first_plane)
@@ -914,6 +928,7 @@ def _produce_rows(schedule, shared, query, grad_out, key, value):
         position = schedule.following(turn)
         turn += 1
     schedule.tell(turn, position)
+    in_each_thread(_AWAIT_BEFORE)
 
 
 @gluon.jit
@@ -936,14 +951,13 @@ def _by_score(work, terms, products, by_weight, mask, lse, spare, delta, plane, 
 def _begin_half(work, shared, query, grad, step, HALF: gl.constexpr):
     """Begin the products of 64 rows with half of a tile of keys, and with its values."""
     SHAPE: gl.constexpr = [work.TILE, query.shape[1]]
-    key = shared.keys.tile(step, SHAPE).slice(HALF * ROWS, ROWS, dim=0)
-    value = shared.values.tile(step, SHAPE).slice(HALF * ROWS, ROWS, dim=0)
     if HALF == 0:
         shared.keys.wait(step)
-    products = multiply(query, key)
+    products = multiply(query, shared.keys.tile(step, SHAPE).slice(HALF * ROWS, ROWS, dim=0))
     if HALF == 0:
         shared.values.wait(step)
-    return products, multiply(grad, value), key
+    values = shared.values.tile(step, SHAPE).slice(HALF * ROWS, ROWS, dim=0)
+    return products, multiply(grad, values)
 
 
 @gluon.jit
@@ -955,7 +969,8 @@ def _consume_rows(
     D: gl.constexpr = grad_query.block_shape[3]
     DTYPE: gl.constexpr = grad_query.dtype
     SCORES: gl.constexpr = product_layout(ROWS)
-    # Three consumers have no registers for both halves at once, and hide each other's waits.
+    # Three consumers have no registers for more than a half, and hide each other's waits. Two begin
+    # a half while they work on the one before, be it of another tile.
     SPARING: gl.constexpr = work.CONSUMERS == 3
     queries = shared.queries
     grads = shared.grads
@@ -977,39 +992,55 @@ def _consume_rows(
         by_query = gl.zeros([ROWS, D], gl.float32, product_layout(D))
         queries.wait(slot)
         grads.wait(slot)
+        if not SPARING:
+            products_0, by_weight_0 = warpgroup_mma_wait(
+                0, deps=_begin_half(work, shared, query, grad, step, 0)
+            )
         for index in range(end - begin):
             tile = end - 1 - index
             first_key = tile * work.TILE
             clipped = False
             if work.LOW or work.HIGH or work.TAIL:
                 clipped = (tile < whole_begin) | (tile >= whole_end)
-            products_0, by_weight_0, key_0 = _begin_half(work, shared, query, grad, step, 0)
-            if not SPARING:
-                products_1, by_weight_1, key_1 = _begin_half(work, shared, query, grad, step, 1)
-            mask_0 = terms.mask_tile(work, batch, head, first_row, first_key, ROWS, SCORES)
-            mask_1 = terms.mask_tile(work, batch, head, first_row, first_key + ROWS, ROWS, SCORES)
-            products_0, by_weight_0 = warpgroup_mma_wait(
-                0 if SPARING else 2, deps=[products_0, by_weight_0]
-            )
+            key_0 = keys.tile(step, [work.TILE, D]).slice(0, ROWS, dim=0)
+            key_1 = keys.tile(step, [work.TILE, D]).slice(ROWS, ROWS, dim=0)
+            mask = terms.mask_tile(work, batch, head, first_row, first_key, ROWS, SCORES)
+            if SPARING:
+                products_0, by_weight_0 = warpgroup_mma_wait(
+                    0, deps=_begin_half(work, shared, query, grad, step, 0)
+                )
+            else:
+                products_1, by_weight_1 = _begin_half(work, shared, query, grad, step, 1)
             ds_0 = _by_score(
-                work, terms, products_0, by_weight_0, mask_0, lse, spare, delta, plane,
+                work, terms, products_0, by_weight_0, mask, lse, spare, delta, plane,
                 (first_row, first_key), clipped,
             )  # fmt: skip
             left_0 = operand(ds_0.to(DTYPE), D)
             by_query = warpgroup_mma(left_0, key_0, by_query, is_async=True)
             if SPARING:
-                products_1, by_weight_1, key_1 = _begin_half(work, shared, query, grad, step, 1)
+                products_1, by_weight_1 = _begin_half(work, shared, query, grad, step, 1)
+            mask = terms.mask_tile(work, batch, head, first_row, first_key + ROWS, ROWS, SCORES)
             products_1, by_weight_1 = warpgroup_mma_wait(
                 0 if SPARING else 1, deps=[products_1, by_weight_1]
             )
-            values.release(step)
+            if SPARING:
+                values.release(step)
             ds_1 = _by_score(
-                work, terms, products_1, by_weight_1, mask_1, lse, spare, delta, plane,
+                work, terms, products_1, by_weight_1, mask, lse, spare, delta, plane,
                 (first_row, first_key + ROWS), clipped,
             )  # fmt: skip
             left_1 = operand(ds_1.to(DTYPE), D)
             by_query = warpgroup_mma(left_1, key_1, by_query, is_async=True)
-            by_query, left_0, left_1 = warpgroup_mma_wait(0, deps=[by_query, left_0, left_1])
+            if SPARING:
+                by_query, left_0, left_1 = warpgroup_mma_wait(0, deps=[by_query, left_0, left_1])
+            else:
+                # After the last tile itself, to no purpose.
+                following = gl.minimum(step + 1, step + end - 1 - begin - index)
+                products_0, by_weight_0 = _begin_half(work, shared, query, grad, following, 0)
+                by_query, left_0, left_1, products_0, by_weight_0 = warpgroup_mma_wait(
+                    0, deps=[by_query, left_0, left_1, products_0, by_weight_0]
+                )
+                values.release(step)
             keys.release(step)
             step += 1
         # Nothing flows through a row that sees no key, not even NaN.

@@ -83,6 +83,7 @@ COUNTER = 4  # elements: of programs that have added to the sums of a block, kep
 # What shares must save of a backward's time. The kernel for D 128 whose blocks are shared, and then
 # begin with different rows, is the faster one by itself.
 _LEAST_SAVING = 0.1
+_MOST_TURNS = 8  # of programs that share blocks
 _SHARING_COST = 4  # of a program that shares a block, in tiles of rows: its start and its sums
 _ROWS = RowsConfig(2, 2, 240)
 _THREE_ROWS = RowsConfig(3, 2, 160)  # has no registers for masks and Philox
@@ -444,30 +445,43 @@ def plan_forward(
 class Shares(NamedTuple):
     """How many programs have a block of keys: one each of the first, several each of the rest.
 
-    Blocks come in turns of one for each processor; those of a last turn that is not full are cut.
+    Blocks come in turns of one for each processor. Those of a last turn that is not full are cut
+    into as many programs as fill some turns, those with the longer parts first.
     """
 
     blocks: int
     unshared: int
-    parts: int  # programs of each of the others
+    parts: int  # programs of each of the next `fewer` blocks; those after them have one more
+    fewer: int
 
     @classmethod
     def of(cls, blocks: int, tiles: int, processors: int, saving: float = 0.0) -> Shares:
         """For blocks that take so many tiles of rows, where this part of the time is saved."""
+        whole = cls(blocks, blocks, 1, 0)
         turns, rest = divmod(blocks, processors)
+        if not rest:
+            return whole
 
-        def time(parts: int) -> float:
-            last = tiles / parts + (_SHARING_COST if parts > 1 else 0)
-            return turns * tiles + -(-rest * parts // processors) * last
+        def shared(last_turns: int) -> Shares:
+            parts, more = divmod(last_turns * processors, rest)
+            return cls(blocks, blocks - rest, parts, rest - more)
 
-        parts = min(range(1, max(1, min(tiles, processors)) + 1), key=time)
-        if time(parts) >= (1 - saving) * time(1):
-            parts = 1
-        return cls(blocks, blocks - rest if parts > 1 else blocks, parts)
+        def time(last_turns: int) -> float:
+            shares = shared(last_turns)
+            long, short = (tiles / parts + _SHARING_COST for parts in (shares[2], shares[2] + 1))
+            long_turns = -(-shares.fewer * shares.parts // processors)
+            return long_turns * long + (last_turns - long_turns) * short
+
+        counts = [n for n in range(1, _MOST_TURNS + 1) if 2 <= shared(n).parts < tiles]
+        best = min(counts, key=time, default=0)
+        all_whole = (turns + 1) * tiles
+        if not best or turns * tiles + time(best) >= (1 - saving) * all_whole:
+            return whole
+        return shared(best)
 
     @property
     def programs(self) -> int:
-        return self.unshared + (self.blocks - self.unshared) * self.parts
+        return self.unshared + (self.blocks - self.unshared) * (self.parts + 1) - self.fewer
 
 
 class Sums(NamedTuple):
@@ -548,6 +562,8 @@ class BackwardPlan(NamedTuple):
         of_mask = self.mask if special.mask_tiles else None
         scale = self.scale * self.terms.dropout[1]
         sums_start, of_keys, finished, taken = self._addresses(sums)
+        # Zeroed before the kernel of keys: that of dQ begins before this has ended.
+        counter = new_counter(device, special.dynamic)
         kernels.keys(
             self.programs[1],
             self.device,
@@ -567,7 +583,6 @@ class BackwardPlan(NamedTuple):
                 *self.grad_query_steps,
             )
         else:
-            counter = new_counter(device, special.dynamic)
             kernels.last(
                 self.programs[2],
                 self.device,
@@ -652,7 +667,7 @@ def _shares(problem: Problem, config: BackwardConfig, processors: int) -> Shares
     """Blocks are shared where sums may be added in any order and all blocks are equally long."""
     blocks = problem.batch * problem.kv_heads * -(-problem.key_length // KEY_BLOCK)
     if problem.deterministic or problem.options.band is not None:
-        return Shares(blocks, blocks, 1)
+        return Shares(blocks, blocks, 1, 0)
     tiles = -(-problem.query_length // config.rows)
     always = _head_tile(problem) == 128 and problem.heads == problem.kv_heads
     return Shares.of(blocks, tiles, processors, 0.0 if always else _LEAST_SAVING)

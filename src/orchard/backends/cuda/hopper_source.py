@@ -59,6 +59,7 @@ class Source(NamedTuple):
     types: Mapping[str, str]
     constants: Mapping[str, int]
     divisors: Mapping[str, int] = {}  # of pointers and integers, for wide loads
+    early: bool = False  # it may begin before the kernel in front has ended, and waits itself
 
     def compile(self, target: Any = None) -> Any:
         """The kernel for `target`, by default that of the current device."""
@@ -71,7 +72,8 @@ class Source(NamedTuple):
         }
         kind = GluonASTSource if self.function.is_gluon() else triton.compiler.ASTSource
         source = kind(self.function, signature, constants, attributes)
-        return triton.compile(source, target=target, options={"num_warps": 4})
+        options = {"num_warps": 4, "launch_pdl": self.early}
+        return triton.compile(source, target=target, options=options)
 
 
 _compiling = threading.Lock()
@@ -269,7 +271,8 @@ def keys_source(special: BackwardSpecialisation) -> Source:
     types |= {"lse": statistics, "delta": statistics, "grad_key": block, "grad_value": block}
     types |= {"sums": tile_type("fp32", (1, WARPGROUP_ROWS, 64))}
     types |= {"spare": "*fp32", "padded_rows": "i32"}
-    types |= {"shared_sums": "*fp32", "unshared": "i32", "parts": "i32", "sums_start": "*fp32"}
+    types |= {"shared_sums": "*fp32", **dict.fromkeys(("unshared", "parts", "fewer"), "i32")}
+    types |= {"sums_start": "*fp32"}
     steps = ("grad_batch", "grad_head", "grad_row")
     types |= {"grad_query": f"*{_TYPES[special.dtype]}", **dict.fromkeys(steps, "i64")}
     types |= {"finished": "*i32", "taken": "*i32", "lag": "i32", "head_dim": "i32"}
@@ -294,7 +297,7 @@ def keys_source(special: BackwardSpecialisation) -> Source:
         types["mask"] = _tile(special.dtype, WARPGROUP_ROWS, KEY_BLOCK)
         divisors.pop("mask", None)
     constants |= flags | {"MASK_TILES": special.mask_tiles}
-    return Source(backward_kernel, types, constants, divisors)
+    return Source(backward_kernel, types, constants, divisors, early=special.fused)
 
 
 def rows_source(special: BackwardSpecialisation) -> Source:
@@ -316,7 +319,7 @@ def rows_source(special: BackwardSpecialisation) -> Source:
         "TAIL": special.tail,
     }
     divisors |= dict.fromkeys(("lse", "spare", "delta"), _WIDE)
-    return Source(rows_kernel, types, constants | flags, divisors)
+    return Source(rows_kernel, types, constants | flags, divisors, early=True)
 
 
 def sums_source(special: BackwardSpecialisation) -> Source:
@@ -331,7 +334,7 @@ def sums_source(special: BackwardSpecialisation) -> Source:
         "BLOCK": PLAIN_ROWS,
         "SPAN": SPAN_ELEMENTS // special.head_tile,
     }
-    return Source(grad_query_kernel, types, constants, divisors)
+    return Source(grad_query_kernel, types, constants, divisors, early=True)
 
 
 def _tile(dtype: torch.dtype, rows: int, head_tile: int) -> str:
