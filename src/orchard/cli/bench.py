@@ -233,7 +233,7 @@ def _run_counts(args: argparse.Namespace) -> int:
 
 def _run_serving(args: argparse.Namespace) -> int:
     """Queues and lanes under load; 1 where an answer is wrong."""
-    from orchard.cli.serving_bench import EXERCISES, TABLES, Exercise, goals
+    from orchard.cli.serving_bench import TABLES, Exercise, exercises, goals
     from orchard.cli.serving_chart import draw_serving
 
     if args.backend is not None or args.dtype is not None:
@@ -246,7 +246,8 @@ def _run_serving(args: argparse.Namespace) -> int:
         line = {"case": str(exercise), **exercise.measure(args.device, args.seconds)}
         return {**line, "goals": goals(line, args.device)}
 
-    found = _run_exercises(args, _picked(EXERCISES, args.only, str), measure, TABLES)
+    rows = _picked(exercises(args.device), args.only, str)
+    found = _run_exercises(args, rows, measure, TABLES)
     if any("clients" in line for line in found):
         _plot(args, partial(draw_serving, found))
     return 1 if any(line["wrong"] for line in found) else 0

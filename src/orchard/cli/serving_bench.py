@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -224,13 +225,26 @@ class Clients:
 
     model: str
     clients: int
+    max_batch: int = MAX_BATCH
+    on_one_core: bool = False  # the queue's threads and its clients; not those of the other side
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.clients} clients"
+        return f"{self._name}, {self.clients} clients"
+
+    @property
+    def _name(self) -> str:
+        batches = "" if self.max_batch == MAX_BATCH else f", batches of {self.max_batch}"
+        return f"{self.model}{batches}{', on one core' if self.on_one_core else ''}"
 
     def measure(self, device: torch.device, seconds: float) -> Line:
         model, naive, questions, oracle = _prepared(self.model, device)
-        with BatchQueue(model, max_batch=MAX_BATCH, device=device, warmup=questions[0]) as queue:
+        with BatchQueue(
+            model,
+            max_batch=self.max_batch,
+            device=device,
+            warmup=questions[0],
+            core=min(os.sched_getaffinity(0)) if self.on_one_core else None,
+        ) as queue:
 
             def queued(x: Tensor) -> Tensor:
                 answer: Tensor = queue.submit(x).result()
@@ -239,7 +253,7 @@ class Clients:
             passes = _turns({"naive": naive, "queue": queued}, questions, self.clients, seconds)
             mean = queue.stats().mean_batch_rows
         found = _compared(passes, oracle)
-        return {"model": self.model, "clients": self.clients, "mean_batch": mean, **found}
+        return {"model": self._name, "clients": self.clients, "mean_batch": mean, **found}
 
 
 @dataclass(frozen=True)
@@ -340,6 +354,15 @@ EXERCISES: tuple[Exercise, ...] = (
     Overhead(),
     *(Lone(delay) for delay in DELAYS),
 )
+ON_A_GPU: tuple[Exercise, ...] = (
+    Clients("mlp", 64, max_batch=64),
+    Clients("mlp", 64, max_batch=64, on_one_core=True),
+)
+
+
+def exercises(device: torch.device) -> tuple[Exercise, ...]:
+    """What is measured on a device."""
+    return (*EXERCISES, *(ON_A_GPU if device.type == "cuda" else ()))
 
 
 @dataclass(frozen=True)
@@ -392,8 +415,9 @@ GOALS = (
         Goal(f"{lone}: p99 beyond it", "cpu", lone, _extra_milliseconds, 1.0, "ms")
         for lone in map(Lone, DELAYS)
     ),
-    Goal(
-        "mlp, 64 clients: throughput", "cuda", Clients("mlp", 64), _gain, 10.0, "x", at_least=True
+    *(
+        Goal(f"{clients}: throughput", "cuda", clients, _gain, 10.0, "x", at_least=True)
+        for clients in (Clients("mlp", 64), *ON_A_GPU)
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ def draw_serving(found: Sequence[Line], paths: Sequence[Path]) -> None:
 
     asked = [line for line in found if {"clients", "mean_batch"} <= line.keys()]
     lines = [line for line in asked if not line["wrong"]]
-    models = list(dict.fromkeys(line["model"] for line in lines))
+    counts = Counter(line["model"] for line in lines)
+    models = [model for model, count in counts.items() if count > 1] or list(counts)
     figure = Figure(figsize=(1.5 + 4.5 * max(len(models), 1), 7), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(MEASURES), max(len(models), 1), squeeze=False)

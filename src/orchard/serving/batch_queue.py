@@ -19,6 +19,7 @@ from orchard.serving.batch_runner import BatchRunner, LanePool
 from orchard.serving.batching import batching_for
 from orchard.serving.lanes import checked_device
 from orchard.serving.metrics import PeriodicLog
+from orchard.serving.one_core import OneCore
 from orchard.serving.queue_core import Clock, Limits, QueueCore
 from orchard.serving.queue_stats import QueueStats
 from orchard.serving.requests import HIGHEST_PRIORITY, Place, Request
@@ -49,6 +50,8 @@ class BatchQueue:
     warmup: an example request, or a list of them, that each worker runs before this returns.
     allow_training: serve a module that is in training mode.
     log_every: seconds between lines of `stats()` in the log of "orchard"; None for none.
+    core: keeps the workers and every thread that submits, but the main thread, on this core of the
+        machine until the queue is closed. For a model on a GPU and many threads that wait for it.
     clock: where time comes from; for tests and simulations.
     """
 
@@ -67,6 +70,7 @@ class BatchQueue:
         warmup: Any = None,
         allow_training: bool = False,
         log_every: float | None = None,
+        core: int | None = None,
         clock: Clock | None = None,
     ) -> None:
         if not callable(model_or_fn):
@@ -85,6 +89,7 @@ class BatchQueue:
         where = None if device is None else checked_device(device)
         if pool is not None and where is not None and checked_device(pool.device) != where:
             raise ArgumentValueError(f"device is {where}; the pool is on {pool.device}")
+        self._one_core = None if core is None else OneCore(core)
         self._runner = BatchRunner(
             model_or_fn,
             batching_for(collate),
@@ -92,10 +97,11 @@ class BatchQueue:
             pool=pool,
             make_pool=partial(StreamPool, size=workers),
             allow_training=allow_training,
+            one_core=self._one_core,
         )
         self._core = QueueCore(Limits(max_batch, max_delay, max_pending, on_full), clock or Clock())
         self._log = None if log_every is None else _log(self._core, log_every)
-        self._abandon = weakref.finalize(self, _abandon, self._core, self._log)
+        self._abandon = weakref.finalize(self, _abandon, self._core, self._log, self._one_core)
         self._abandon.atexit = False  # the end of the interpreter closes all queues
         self._start(workers, warmup)
 
@@ -118,6 +124,8 @@ class BatchQueue:
         deadline: seconds from now within which it must begin to run; else DeadlineExceeded.
         priority: -100 to 100; a step counts as much as having waited 0.1 s longer.
         """
+        if self._one_core is not None:
+            self._one_core.join()
         request = self._request(x, deadline, priority)
         try:
             self._core.submit(request, deadline)
@@ -169,8 +177,12 @@ class BatchQueue:
                 f"timeout is {timeout!r}; it must be seconds, at least 0, or None"
             )
         may_wait = self._core.may_wait()
-        if self._core.close(drain, None if timeout is None else min(timeout, _LONGEST)):
-            self._runner.close()
+        try:
+            if self._core.close(drain, None if timeout is None else min(timeout, _LONGEST)):
+                self._runner.close()
+        finally:
+            if self._one_core is not None:
+                self._one_core.leave()
         if self._log is not None:
             self._log.stop() if may_wait else self._log.end()
 
@@ -204,8 +216,10 @@ def _log(core: QueueCore, every: float) -> PeriodicLog:
     return PeriodicLog(core.stats, every, "BatchQueue")
 
 
-def _abandon(core: QueueCore, log: PeriodicLog | None) -> None:
+def _abandon(core: QueueCore, log: PeriodicLog | None, one_core: OneCore | None) -> None:
     core.abandon()
+    if one_core is not None:
+        one_core.leave()
     if log is not None:
         log.end()
 

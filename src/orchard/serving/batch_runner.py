@@ -16,6 +16,7 @@ from orchard.errors import ArgumentValueError, WorkerDied
 from orchard.serving import ending
 from orchard.serving.batching import Batching, OutputShapeError, Parcel
 from orchard.serving.lanes import Lane, open_lanes
+from orchard.serving.one_core import OneCore
 from orchard.text import one_line
 
 _OUT_OF_MEMORY = (  # how torch's allocators and CUDA's libraries say it in a plain RuntimeError
@@ -69,12 +70,14 @@ class BatchRunner:
         pool: LanePool | None,
         make_pool: Callable[[torch.device], LanePool],
         allow_training: bool,
+        one_core: OneCore | None = None,
     ) -> None:
         self._function = function
         self._batching = batching
         self._moves_to = device
         self._pool = pool
         self._make_pool = make_pool
+        self._one_core = one_core
         model = None if allow_training else model_of(function)
         self._modules = () if model is None else tuple(model.modules())
         home = device or (pool.device if pool else _device_of(model_of(function)))
@@ -136,6 +139,8 @@ class BatchRunner:
 
     def run(self, parcels: Sequence[Parcel]) -> Report:
         """Run the batch; one that fails is run again in halves until the guilty are alone."""
+        if self._one_core is not None:
+            self._one_core.join()
         report = Report()
         parts = [parcels]
         while parts:

@@ -337,6 +337,16 @@ def _check_rows(leaves: Sequence[Any], rows: int) -> None:
         )
 
 
+def _cut(leaf: Tensor, rows: list[int]) -> Sequence[Tensor]:
+    """So many rows after so many, each in memory of its own."""
+    if not leaf.is_cuda:
+        return torch.ops.aten.split_with_sizes_copy(leaf, rows)  # type: ignore[no-any-return]
+    parts = [leaf.new_empty((count, *leaf.shape[1:])) for count in rows]
+    # Into memory that is there by one kernel, else by one for each.
+    torch.ops.aten.split_with_sizes_copy.out(leaf, rows, out=parts)
+    return parts
+
+
 def _dealt(
     leaves: Sequence[Any],
     spec: TreeSpec,
@@ -353,7 +363,7 @@ def _dealt(
             parts = zip(leaf.split(rows), lengths, strict=True)
             columns.append([part[:, :length].clone() for part, length in parts])
         else:
-            columns.append(torch.ops.aten.split_with_sizes_copy(leaf, rows))
+            columns.append(_cut(leaf, rows))
     if spec == _LEAF:
         return list(columns[0])
     return [tree_unflatten([column[n] for column in columns], spec) for n in range(len(rows))]

@@ -1,0 +1,165 @@
+"""Threads that a queue keeps on one core, and that they are let go again."""
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from orchard.errors import ArgumentValueError, WorkerDied
+from orchard.serving.batch_queue import BatchQueue
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="threads cannot be kept on a core here, or there is one only",
+)
+
+ONE = torch.ones(1, 1)
+Client = Callable[[Callable[[], Any]], Any]
+
+
+@pytest.fixture(autouse=True)
+def everywhere() -> Iterator[set[int]]:
+    """The cores that this thread may use before and after each test."""
+    before = os.sched_getaffinity(0)
+    yield before
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.fixture
+def core(everywhere: set[int]) -> int:
+    return max(everywhere)
+
+
+def where() -> set[int]:
+    return os.sched_getaffinity(0)
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    """Runs functions in a thread of its own, always the same."""
+    with ThreadPoolExecutor(1) as threads:
+        yield lambda function: threads.submit(function).result()
+
+
+def asked(queue: BatchQueue) -> set[int]:
+    """Where the thread is after it has submitted."""
+    assert float(queue.submit(ONE).result()) == -1.0
+    return where()
+
+
+def test_workers_and_submitters_are_kept_until_the_queue_is_closed(
+    core: int, everywhere: set[int], client: Client
+) -> None:
+    workers: list[set[int]] = []
+
+    def function(x: Tensor) -> Tensor:
+        workers.append(where())
+        return -x
+
+    with BatchQueue(function, core=core, workers=2) as queue:
+        assert client(where) == everywhere
+        assert client(lambda: asked(queue)) == {core}
+        assert client(lambda: asked(queue)) == {core}
+        assert asked(queue) == everywhere  # the main thread
+    assert workers == [{core}] * 3
+    assert client(where) == everywhere
+
+
+def test_a_worker_that_replaces_another_is_kept(core: int, client: Client) -> None:
+    workers: list[set[int]] = []
+
+    def function(x: Tensor) -> Tensor:
+        workers.append(where())
+        if len(workers) == 1:
+            raise SystemExit
+        return -x
+
+    with BatchQueue(function, core=core) as queue:
+        with pytest.raises(WorkerDied):
+            client(lambda: asked(queue))
+        client(lambda: asked(queue))
+    assert workers == [{core}] * 2
+
+
+def test_a_thread_that_chose_its_cores_is_left_there(
+    core: int, everywhere: set[int], client: Client
+) -> None:
+    others = everywhere - {core}
+    client(lambda: os.sched_setaffinity(0, others))
+    with BatchQueue(torch.neg, core=core) as queue:
+        assert client(lambda: asked(queue)) == others
+    assert client(where) == others
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_queues_let_go_after_the_second(
+    first: int, core: int, everywhere: set[int], client: Client
+) -> None:
+    queues = [BatchQueue(torch.neg, core=core) for _ in range(2)]
+    for queue in queues:
+        assert client(lambda queue=queue: asked(queue)) == {core}
+    queues[first].close()
+    assert client(where) == {core}
+    queues[1 - first].close()
+    assert client(where) == everywhere
+
+
+def test_of_two_cores_the_first_counts(core: int, everywhere: set[int], client: Client) -> None:
+    other = min(everywhere)
+    with BatchQueue(torch.neg, core=core) as queue:
+        with BatchQueue(torch.neg, core=other) as second:
+            assert client(lambda: asked(queue)) == {core}
+            assert client(lambda: asked(second)) == {core}
+        assert client(where) == {core}
+    assert client(where) == everywhere
+
+
+def test_a_queue_that_is_dropped_lets_go(core: int, everywhere: set[int], client: Client) -> None:
+    queue = BatchQueue(torch.neg, core=core)
+    assert client(partial(asked, queue)) == {core}
+    del queue
+    client(gc.collect)
+    assert client(where) == everywhere
+
+
+def test_a_thread_that_has_ended_is_no_trouble(core: int) -> None:
+    found: list[set[int]] = []
+    with BatchQueue(torch.neg, core=core) as queue:
+        thread = threading.Thread(target=lambda: found.append(asked(queue)))
+        thread.start()
+        thread.join()
+    assert found == [{core}]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_let_go(core: int, everywhere: set[int], client: Client) -> None:
+    def forked() -> int:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if where() == everywhere else 1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    with BatchQueue(torch.neg, core=core) as queue:
+        assert client(lambda: asked(queue)) == {core}
+        assert client(forked) == 0
+        assert client(where) == {core}
+
+
+@pytest.mark.parametrize("core", [-1, 10**6, True, "0", 1.0])
+def test_a_core_that_is_none(core: Any) -> None:
+    with pytest.raises(ArgumentValueError, match="core is"):
+        BatchQueue(torch.neg, core=core)
+
+
+def test_a_system_that_keeps_no_threads(core: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_setaffinity")
+    with pytest.raises(ArgumentValueError, match="does not let a thread be kept"):
+        BatchQueue(torch.neg, core=core)
+    monkeypatch.undo()
