@@ -184,6 +184,12 @@ def test_a_kernel_that_begins_early_waits_itself(head_dim: int, deterministic: b
         assert found == [(False, [lets]), (True, [waits, lets]), (True, [waits])]
 
 
+def test_a_backward_with_an_added_mask_begins_after_what_is_before_it() -> None:
+    """That is no kernel of these, and in a graph perhaps none at all."""
+    assert not keys(64, mask=torch.bfloat16).early
+    assert keys(64, mask=torch.bool).early
+
+
 @pytest.mark.parametrize(("head_dim", "wide"), [(64, True), (36, True), (128, True), (33, False)])
 def test_fp32_is_loaded_wide_where_rows_begin_on_16_bytes(head_dim: int, wide: bool) -> None:
     ptx = fp32(head_dim).compile(SM_90).asm["ptx"]

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from orchard.errors import ArgumentTypeError, ArgumentValueError
-from orchard.serving.batching import Batching, OutputShapeError, batching_for
+from orchard.serving.batching import (
+    Batching,
+    OutputShapeError,
+    _cut,
+    batching_for,
+    is_cut_at_once,
+)
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -291,3 +297,51 @@ def test_batches_move_to_the_device() -> None:
 
         batching.run(function, [batching.parcel(tree)], torch.device("meta"))
         assert set(devices) == {"meta"}
+
+
+# Outputs of four rows and of a lone one, and whether they may be cut by torch's one kernel.
+OUTPUTS = {
+    "contiguous": (lambda n: torch.randn(n, 6, 5), True, True),
+    "vector": (lambda n: torch.randn(n), True, True),
+    "channels last": (
+        lambda n: torch.randn(n, 6, 5, 3).to(memory_format=torch.channels_last),
+        False,
+        False,
+    ),
+    "transposed": (lambda n: torch.randn(6, n).t(), False, False),
+    "inner axes swapped": (lambda n: torch.randn(n, 5, 6).transpose(1, 2), False, False),
+    "first position of a sequence": (lambda n: torch.randn(n, 7, 4)[:, 0], False, False),
+    "expanded": (lambda n: torch.randn(1, 4).expand(n, 4), False, True),
+    "every second row": (lambda n: torch.randn(2 * n, 4)[::2], False, False),
+    "no columns": (lambda n: torch.randn(n, 0), False, False),
+    "bool": (lambda n: torch.randn(n, 3) > 0, True, True),
+    "complex": (lambda n: torch.randn(n, 3, dtype=torch.complex64), True, True),
+}
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.cuda,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_of_any_strides_are_cut_right(name: str, device: str) -> None:
+    make, many_at_once, one_at_once = OUTPUTS[name]
+    for rows, at_once in (([1, 2, 1], many_at_once), ([1], one_at_once), ([1, 0, 3], False)):
+        with torch.device(device):
+            output = make(sum(rows))
+        assert is_cut_at_once(output, rows) == at_once
+        parts = _cut(output, rows)
+        for part, expected in zip(parts, output.split(rows), strict=True):
+            assert torch.equal(part, expected)
+        storages = {part.untyped_storage().data_ptr() for part in parts if part.numel()}
+        assert len(storages) == sum(part.numel() > 0 for part in parts)
+        assert output.untyped_storage().data_ptr() not in storages

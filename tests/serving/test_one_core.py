@@ -98,6 +98,33 @@ def test_a_thread_that_chose_its_cores_is_left_there(
     assert client(where) == others
 
 
+def test_a_choice_made_meanwhile_stays(core: int, everywhere: set[int], client: Client) -> None:
+    others = everywhere - {core}
+    with BatchQueue(torch.neg, core=core) as queue:
+        assert client(lambda: asked(queue)) == {core}
+        client(lambda: os.sched_setaffinity(0, others))
+        assert client(lambda: asked(queue)) == others
+    assert client(where) == others
+
+
+def test_a_system_that_refuses(
+    core: int, everywhere: set[int], client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the queue is made it is an error; later its threads run anywhere."""
+    queue = BatchQueue(torch.neg, core=core)
+
+    def refuse(number: int, cores: set[int]) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    with queue:
+        assert client(lambda: asked(queue)) == everywhere
+        assert queue.stats().workers_replaced == 0
+    with pytest.raises(ArgumentValueError, match=r"refuses .* Operation not permitted"):
+        BatchQueue(torch.neg, core=core)
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_queues_let_go_after_the_second(
     first: int, core: int, everywhere: set[int], client: Client

@@ -361,8 +361,9 @@ ON_A_GPU: tuple[Exercise, ...] = (
 
 
 def exercises(device: torch.device) -> tuple[Exercise, ...]:
-    """What is measured on a device."""
-    return (*EXERCISES, *(ON_A_GPU if device.type == "cuda" else ()))
+    """What is measured on a device, where the system keeps threads on a core."""
+    is_kept = device.type == "cuda" and hasattr(os, "sched_setaffinity")
+    return (*EXERCISES, *(ON_A_GPU if is_kept else ()))
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ class BatchQueue:
     warmup: an example request, or a list of them, that each worker runs before this returns.
     allow_training: serve a module that is in training mode.
     log_every: seconds between lines of `stats()` in the log of "orchard"; None for none.
-    core: keeps the workers and every thread that submits, but the main thread, on this core of the
-        machine until the queue is closed. For a model on a GPU and many threads that wait for it.
+    core: keeps the workers and every thread that calls `submit`, but the main thread, on this core
+        of the machine until the queue is closed. For a model on a GPU that many threads wait for.
     clock: where time comes from; for tests and simulations.
     """
 

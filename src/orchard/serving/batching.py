@@ -339,12 +339,25 @@ def _check_rows(leaves: Sequence[Any], rows: int) -> None:
 
 def _cut(leaf: Tensor, rows: list[int]) -> Sequence[Tensor]:
     """So many rows after so many, each in memory of its own."""
-    if not leaf.is_cuda:
-        return torch.ops.aten.split_with_sizes_copy(leaf, rows)  # type: ignore[no-any-return]
-    parts = [leaf.new_empty((count, *leaf.shape[1:])) for count in rows]
-    # Into memory that is there by one kernel, else by one for each.
-    torch.ops.aten.split_with_sizes_copy.out(leaf, rows, out=parts)
-    return parts
+    if leaf.is_cuda and is_cut_at_once(leaf, rows):
+        parts = [leaf.new_empty((count, *leaf.shape[1:])) for count in rows]
+        # Into memory that is there with one kernel, else with one for each.
+        torch.ops.aten.split_with_sizes_copy.out(leaf, rows, out=parts)
+        return parts
+    return torch.ops.aten.split_with_sizes_copy(leaf, rows)  # type: ignore[no-any-return]
+
+
+def is_cut_at_once(leaf: Tensor, rows: list[int]) -> bool:
+    """Whether torch's kernel for all parts is right: it copies `stride(0)` elements for each row as
+    they lie in memory, also of a lone row that torch calls contiguous whatever its stride is, and
+    divides by sizes.
+    """
+    return (
+        0 not in leaf.shape
+        and 0 not in rows
+        and leaf.is_contiguous()
+        and leaf.stride(0) == leaf.numel() // leaf.size(0)
+    )
 
 
 def _dealt(

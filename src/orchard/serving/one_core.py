@@ -26,9 +26,11 @@ class _Kept:
     keepers: set[OneCore] = field(default_factory=set)
 
     def release(self) -> None:
+        """Let it go, unless it has ended, or has chosen its cores itself meanwhile."""
         if Path(f"/proc/self/task/{self.native}").exists():  # not another process's by now
             with suppress(OSError):  # it has ended just here
-                os.sched_setaffinity(self.native, self.before)
+                if os.sched_getaffinity(self.native) == {self.core}:
+                    os.sched_setaffinity(self.native, self.before)
 
 
 _kept: WeakKeyDictionary[threading.Thread, _Kept] = WeakKeyDictionary()
@@ -56,6 +58,12 @@ class OneCore:
                 f"core is {core!r}; it must be one of those that this thread may use: "
                 f"{', '.join(map(str, sorted(cores)))}"
             )
+        try:
+            os.sched_setaffinity(0, cores)
+        except OSError as error:
+            raise ArgumentValueError(
+                f"core is {core!r}; the system refuses to keep a thread on a core: {error}"
+            ) from error
         self.core = core
         self._here = _Here()
         self._is_over = False
@@ -69,16 +77,17 @@ class OneCore:
         with _lock:
             if self._is_over:
                 return
+            native = threading.get_native_id()
             kept = _kept.get(thread)
-            if kept is not None:
+            if kept is not None and kept.native == native:
                 if kept.core == self.core:
                     kept.keepers.add(self)
                 return
             before = os.sched_getaffinity(0)
-            is_main = thread is threading.main_thread()
-            if self.core in before and len(before) > 1 and not is_main:
-                _kept[thread] = _Kept(threading.get_native_id(), before, self.core, {self})
-                os.sched_setaffinity(0, {self.core})
+            if self.core in before and len(before) > 1 and thread is not threading.main_thread():
+                with suppress(OSError):  # refused since the queue was made: it runs anywhere
+                    os.sched_setaffinity(0, {self.core})
+                    _kept[thread] = _Kept(native, before, self.core, {self})
 
     def leave(self) -> None:
         """Let those go that nobody else keeps."""
@@ -89,7 +98,8 @@ class OneCore:
                     kept.keepers.remove(self)
                     if not kept.keepers:
                         del _kept[thread]
-                        kept.release()
+                        if thread.is_alive():
+                            kept.release()
 
 
 def _after_fork_in_child() -> None:

@@ -718,6 +718,7 @@ def _leave(
     if CONSUMER == 0:
         tma.async_copy_shared_to_global(grad_key, at, shared.keys)
         if block.FUSED:
+            # Of a block without rows perhaps before this is cleared: then dQ is left for later.
             finished = block.share.number(_FINISHED).to(gl.pointer_type(gl.int32), bitcast=True)
             gl.atomic_add(finished, 1, sem="release")
     else:

@@ -297,7 +297,9 @@ def keys_source(special: BackwardSpecialisation) -> Source:
         types["mask"] = _tile(special.dtype, WARPGROUP_ROWS, KEY_BLOCK)
         divisors.pop("mask", None)
     constants |= flags | {"MASK_TILES": special.mask_tiles}
-    return Source(backward_kernel, types, constants, divisors, early=special.fused)
+    # With an added mask what runs before is no kernel of ours, or none at all.
+    early = special.fused and special.terms.mask != "additive"
+    return Source(backward_kernel, types, constants, divisors, early)
 
 
 def rows_source(special: BackwardSpecialisation) -> Source:
