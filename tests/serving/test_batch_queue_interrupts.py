@@ -270,9 +270,15 @@ def test_a_worker_that_fails_in_the_queue_s_own_code(
             raise MemoryError
         return found
 
-    with BatchQueue(lambda x: x * 2, max_delay=0.001) as queue:
+    with BatchQueue(lambda x: x * 2, max_delay=3600.0) as queue:
         monkeypatch.setattr(requests.Pending, method, broken)
         futures: list[Future[Any]] = [queue.submit(torch.ones(1, 2)) for _ in range(5)]
+        # `oldest` is asked for while a batch is not ready, `take` has nothing before it is.
+        end = time.monotonic() + PATIENCE
+        while method == "oldest" and not queue.stats().workers_replaced:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        queue.flush()
         assert [future.result(PATIENCE).sum().item() for future in futures] == [4] * 5
         assert queue.stats().workers_replaced == 1
 
