@@ -42,7 +42,7 @@ _EARLY_ELEMENTS = gl.constexpr(512)  # of dQ that are converted at a time, four 
 _SPAN_ELEMENTS = gl.constexpr(SPAN_ELEMENTS)
 _COUNTER = gl.constexpr(COUNTER)
 _ADDED = gl.constexpr("cp.async.bulk.wait_group 0;")  # what this thread gave to TMA is in memory
-# Programs of the kernel after this one may begin once all of this one have; it waits at its end.
+# The kernel after this one may begin once all programs here have; it waits for what these leave.
 _LET_BEGIN = gl.constexpr("griddepcontrol.launch_dependents;")
 _AWAIT_BEFORE = gl.constexpr("griddepcontrol.wait;")
 # What a program keeps in shared memory for its end, where registers are too few.
