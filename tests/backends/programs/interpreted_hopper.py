@@ -36,6 +36,7 @@ def statistics(further: int) -> list[str]:
         BLOCK=BLOCK,
         GRAD_LSE=False,
         SUMS=True,
+        EARLY=False,
     )
     empty = lse == -torch.inf
     wrong = []
@@ -66,6 +67,7 @@ def grad_query(taken: list[int]) -> list[str]:
         HEAD_TILE=DIM,
         BLOCK=BLOCK,
         SPAN=SPAN,
+        EARLY=False,
     )
     expected = (sums * 0.5).view(2, HEADS, ROWS, DIM)
     for plane, count in enumerate(taken):

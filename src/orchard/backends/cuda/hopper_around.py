@@ -18,12 +18,14 @@ def statistics_kernel(
     lse_batch, lse_head, lse_row,
     grad_lse_batch, grad_lse_head, grad_lse_row,
     HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr, GRAD_LSE: tl.constexpr, SUMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """delta = out . grad_out - grad_lse and lse in units of log 2; zeros for all sums.
 
-    Empty rows and the padding get lse = +inf, so that their probabilities are 0.
+    Empty rows and the padding get lse = +inf, so that their probabilities are 0. EARLY: the kernel
+    after this one begins before this has ended.
     """
-    if SUMS:
+    if EARLY:
         gdc_launch_dependents()
     blocks = padded_rows // BLOCK
     plane = (tl.program_id(0) // blocks).to(tl.int64)
@@ -63,10 +65,14 @@ def statistics_kernel(
 def grad_query_kernel(
     sums, taken, grad_query, rows, heads, head_dim, scale,
     grad_batch, grad_head, grad_row,
-    HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The sums of dQ, scaled, in the dtype and strides of the gradient: rows not yet `Early`."""
-    gdc_wait()
+    """The sums of dQ, scaled, in the dtype and strides of the gradient: rows not yet `Early`.
+
+    EARLY: this may begin before the kernel in front has ended.
+    """
+    if EARLY:
+        gdc_wait()
     blocks = tl.cdiv(rows, BLOCK)
     plane = (tl.program_id(0) // blocks).to(tl.int64)
     row = ((tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]

@@ -257,6 +257,7 @@ def statistics_source(special: BackwardSpecialisation) -> Source:
         "BLOCK": PLAIN_ROWS,
         "GRAD_LSE": special.grad_lse,
         "SUMS": special.fused,
+        "EARLY": special.fused,
     }
     return Source(statistics_kernel, types, constants, divisors)
 
@@ -335,6 +336,7 @@ def sums_source(special: BackwardSpecialisation) -> Source:
         "HEAD_TILE": special.head_tile,
         "BLOCK": PLAIN_ROWS,
         "SPAN": SPAN_ELEMENTS // special.head_tile,
+        "EARLY": True,
     }
     return Source(grad_query_kernel, types, constants, divisors, early=True)
 
