@@ -389,6 +389,18 @@ _PENDING = """
         future = queue.submit(row(1), deadline=1000)
         future.add_done_callback(lambda f: print(type(f.exception()).__name__))
 """
+_ASKING = """
+        def client():
+            x = row(1)  # to drop a tensor is to be in torch, too
+            try:
+                while True:
+                    queue.submit(x).result()
+            except QueueClosed:
+                pass
+        for _ in range(16):
+            threading.Thread(target=client, daemon=True).start()
+        time.sleep(0.1)
+        """
 QUEUE_EXITS = {
     "a request that waits for company": (_PENDING, "QueueClosed\n"),
     "a request that waits, and one that runs": (
@@ -430,17 +442,16 @@ QUEUE_EXITS = {
     "daemon threads that ask and wait": (
         """
         queue = BatchQueue(function)
-        def client():
-            x = row(1)  # to drop a tensor is to be in torch, too
-            try:
-                while True:
-                    queue.submit(x).result()
-            except QueueClosed:
-                pass
-        for _ in range(16):
-            threading.Thread(target=client, daemon=True).start()
-        time.sleep(0.1)
-        """,
+        """
+        + _ASKING,
+        "",
+    ),
+    "daemon threads that ask and wait on one core": (
+        """
+        cores = getattr(os, "sched_getaffinity", lambda number: [None])(0)
+        queue = BatchQueue(function, core=min(cores))
+        """
+        + _ASKING,
         "",
     ),
 }
