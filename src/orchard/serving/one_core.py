@@ -1,7 +1,7 @@
 """Threads that are kept on one core of the machine, while a queue that they serve is open.
 
-Only one of them runs Python at a time. On a machine with many cores each wakes on another one,
-which first has to wake up itself and to fetch what the last thread has left in its caches.
+Only one of them runs Python at a time. On a machine with many cores each wakes on another one;
+on virtual machines a queue was measured to be several times as fast on one core as on sixteen.
 """
 
 from __future__ import annotations
