@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from orchard.attention import memory
 from orchard.attention.memory import Place
+from orchard.testing.benchmark import deterministic
 
 CPU = torch.device("cpu")
 PLACES = [
@@ -21,11 +22,10 @@ PLACES = [
 ]
 
 
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+@pytest.fixture(autouse=True)
+def in_deterministic_mode() -> Iterator[None]:
+    with deterministic():
+        yield
 
 
 def filled_elements(allocate: Callable[[], Tensor]) -> list[int]:
@@ -37,7 +37,7 @@ def filled_elements(allocate: Callable[[], Tensor]) -> list[int]:
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_place_has_its_shape_in_deterministic_mode(place: Place, deterministic: None) -> None:
+def test_a_place_has_its_shape_in_deterministic_mode(place: Place) -> None:
     tensor = place.allocate(CPU)
     assert (tensor.shape, tensor.stride(), tensor.dtype) == place
     assert tensor.storage_offset() == 0
@@ -46,18 +46,18 @@ def test_a_place_has_its_shape_in_deterministic_mode(place: Place, deterministic
     assert torch.equal(tensor.fill_(1), torch.ones(place.shape, dtype=place.dtype))
 
 
-def test_output_memory_is_not_filled_where_torch_fills(deterministic: None) -> None:
+def test_output_memory_is_not_filled_where_torch_fills() -> None:
     place = PLACES[0]
     assert 24 in filled_elements(lambda: torch.empty_strided(*place[:2], dtype=place.dtype))
     assert not any(filled_elements(lambda: place.allocate(CPU)))
 
 
-def test_a_mode_without_memory_gets_none(deterministic: None) -> None:
+def test_a_mode_without_memory_gets_none() -> None:
     with FakeTensorMode():
         tensor = PLACES[0].allocate(CPU)
     assert isinstance(tensor, FakeTensor)
 
 
-def test_memory_that_is_not_there_is_an_error(deterministic: None) -> None:
+def test_memory_that_is_not_there_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         memory.dense((2**50,)).allocate(CPU)

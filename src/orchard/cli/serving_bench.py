@@ -361,9 +361,9 @@ ON_A_GPU: tuple[Exercise, ...] = (
 
 
 def exercises(device: torch.device) -> tuple[Exercise, ...]:
-    """What is measured on a device, where the system keeps threads on a core."""
-    is_kept = device.type == "cuda" and hasattr(os, "sched_setaffinity")
-    return (*EXERCISES, *(ON_A_GPU if is_kept else ()))
+    """What is measured on a device; threads are kept on a core only where the system does so."""
+    keeps = hasattr(os, "sched_setaffinity")
+    return (*EXERCISES, *(ON_A_GPU if device.type == "cuda" and keeps else ()))
 
 
 @dataclass(frozen=True)

@@ -339,12 +339,14 @@ def _check_rows(leaves: Sequence[Any], rows: int) -> None:
 
 def _cut(leaf: Tensor, rows: list[int]) -> Sequence[Tensor]:
     """So many rows after so many, each in memory of its own."""
+    parts: Sequence[Tensor]
     if leaf.is_cuda and is_cut_at_once(leaf, rows):
         parts = [leaf.new_empty((count, *leaf.shape[1:])) for count in rows]
         # Into memory that is there with one kernel, else with one for each.
         torch.ops.aten.split_with_sizes_copy.out(leaf, rows, out=parts)
-        return parts
-    return torch.ops.aten.split_with_sizes_copy(leaf, rows)  # type: ignore[no-any-return]
+    else:
+        parts = torch.ops.aten.split_with_sizes_copy(leaf, rows)
+    return parts
 
 
 def is_cut_at_once(leaf: Tensor, rows: list[int]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ class _Kept:
     native: int  # the system's number of the thread
     before: set[int]
     core: int
-    keepers: set[OneCore] = field(default_factory=set)
+    keepers: set[OneCore]
 
     def release(self) -> None:
         """Let it go, unless it has ended, or has chosen its cores itself meanwhile."""

@@ -468,7 +468,8 @@ class Shares(NamedTuple):
 
         def time(last_turns: int) -> float:
             shares = shared(last_turns)
-            long, short = (tiles / parts + _SHARING_COST for parts in (shares[2], shares[2] + 1))
+            long = tiles / shares.parts + _SHARING_COST
+            short = tiles / (shares.parts + 1) + _SHARING_COST
             long_turns = -(-shares.fewer * shares.parts // processors)
             return long_turns * long + (last_turns - long_turns) * short
 
