@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 
@@ -28,6 +29,19 @@ def test_clients_ask_at_once_and_in_turn() -> None:
     assert all(each.answer == 2 * each.question for each in found.answered)
     assert all(0 < each.seconds <= found.seconds for each in found.answered)
     assert found.throughput == len(found.answered) / found.seconds
+
+
+def test_the_collector_rests_during_a_pass_and_goes_on_after_it() -> None:
+    seen: list[bool] = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        seen.append(gc.isenabled())
+        return x
+
+    assert gc.isenabled()
+    drive(call, [torch.zeros(1)], 2, 0.01)
+    assert gc.isenabled()
+    assert not any(seen)
 
 
 def test_an_error_of_a_call_is_raised() -> None:

@@ -23,6 +23,7 @@ from orchard.attention.api import attention
 from orchard.cli.minigpt import MiniGPT, Shape
 from orchard.serving import StreamPool
 from orchard.serving.batch_queue import BatchQueue
+from orchard.serving.one_core import OneCore
 from orchard.testing.benchmark import paired_ratio, spread
 from orchard.testing.clients import Answered, Call, Oracle, Pass, drive, percentile
 
@@ -166,9 +167,10 @@ class BareQueue:
     what it reaches is a bound for what a queue can reach here.
     """
 
-    def __init__(self, call: Call, rows: int) -> None:
+    def __init__(self, call: Call, rows: int, core: int | None = None) -> None:
         self._call = call
         self._rows = rows
+        self._one_core = None if core is None else OneCore(core)
         self._waiting: deque[tuple[list[Tensor], threading.Lock]] = deque()
         self._full: SimpleQueue[None] = SimpleQueue()
         self._open = True
@@ -176,6 +178,8 @@ class BareQueue:
         self._thread.start()
 
     def ask(self, x: Tensor) -> Tensor:
+        if self._one_core is not None:
+            self._one_core.join()
         slot, answered = [x], threading.Lock()
         answered.acquire()
         self._waiting.append((slot, answered))
@@ -185,6 +189,8 @@ class BareQueue:
         return slot[0]
 
     def _serve(self) -> None:
+        if self._one_core is not None:
+            self._one_core.join()
         while self._open:
             with suppress(Empty):
                 self._full.get(timeout=0.002)
@@ -198,6 +204,13 @@ class BareQueue:
     def close(self) -> None:
         self._open = False
         self._thread.join()
+        if self._one_core is not None:
+            self._one_core.leave()
+
+
+def _kept_on(is_kept: bool) -> tuple[int | None, str]:
+    """The core that threads are kept on, and what a row's name says of it."""
+    return (min(os.sched_getaffinity(0)), ", on one core") if is_kept else (None, "")
 
 
 @dataclass(frozen=True)
@@ -206,16 +219,18 @@ class Bound:
 
     model: str
     clients: int
+    on_one_core: bool = False  # the queue's thread and its clients; not those of the other side
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.clients} clients, bare queue"
+        return f"{self.model}, {self.clients} clients, bare queue{_kept_on(self.on_one_core)[1]}"
 
     def measure(self, device: torch.device, seconds: float) -> Line:
         _, naive, questions, oracle = _prepared(self.model, device)
-        with closing(BareQueue(naive, self.clients)) as queue:
+        core, where = _kept_on(self.on_one_core)
+        with closing(BareQueue(naive, self.clients, core)) as queue:
             sides = {"naive": naive, "queue": queue.ask}
             passes = _turns(sides, questions, self.clients, seconds)
-        name = f"{self.model}, bare queue"
+        name = f"{self.model}, bare queue{where}"
         return {"model": name, "clients": self.clients, **_compared(passes, oracle)}
 
 
@@ -234,7 +249,7 @@ class Clients:
     @property
     def _name(self) -> str:
         batches = "" if self.max_batch == MAX_BATCH else f", batches of {self.max_batch}"
-        return f"{self.model}{batches}{', on one core' if self.on_one_core else ''}"
+        return f"{self.model}{batches}{_kept_on(self.on_one_core)[1]}"
 
     def measure(self, device: torch.device, seconds: float) -> Line:
         model, naive, questions, oracle = _prepared(self.model, device)
@@ -243,7 +258,7 @@ class Clients:
             max_batch=self.max_batch,
             device=device,
             warmup=questions[0],
-            core=min(os.sched_getaffinity(0)) if self.on_one_core else None,
+            core=_kept_on(self.on_one_core)[0],
         ) as queue:
 
             def queued(x: Tensor) -> Tensor:
@@ -354,9 +369,14 @@ EXERCISES: tuple[Exercise, ...] = (
     Overhead(),
     *(Lone(delay) for delay in DELAYS),
 )
-ON_A_GPU: tuple[Exercise, ...] = (
+IN_LARGE_BATCHES = (
     Clients("mlp", 64, max_batch=64),
     Clients("mlp", 64, max_batch=64, on_one_core=True),
+)
+ON_A_GPU: tuple[Exercise, ...] = (
+    *IN_LARGE_BATCHES,
+    Bound("mlp", 64),
+    Bound("mlp", 64, on_one_core=True),
 )
 
 
@@ -418,7 +438,7 @@ GOALS = (
     ),
     *(
         Goal(f"{clients}: throughput", "cuda", clients, _gain, 10.0, "x", at_least=True)
-        for clients in (Clients("mlp", 64), *ON_A_GPU)
+        for clients in (*(Clients(model, 64) for model in MODELS), *IN_LARGE_BATCHES)
     ),
 )
 

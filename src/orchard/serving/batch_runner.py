@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -207,10 +207,11 @@ class BatchRunner:
                 lane.synchronize()
             raise
         lane.synchronize()
+        lent: dict[Hashable, list[Tensor]] = {}
         for result, parcel in zip(results, parcels, strict=True):
-            if parcel.outside is not None:
-                for leaf in _tensors_of(result):
-                    lane.lend(leaf, parcel.outside)
+            lent.setdefault(parcel.outside, []).extend(_tensors_of(result))
+        for outside, tensors in lent.items():
+            lane.lend(tensors, outside)
         return results
 
     def _await(self, results: list[Any]) -> None:

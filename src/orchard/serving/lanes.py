@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -89,8 +89,8 @@ class Lane:
     def follow(self, outside: Hashable) -> None:
         """Let later work here begin after what has been queued there so far."""
 
-    def lend(self, tensor: Tensor, outside: Hashable) -> None:
-        """Say that work queued there will use a tensor of this lane."""
+    def lend(self, tensors: Iterable[Tensor], outside: Hashable) -> None:
+        """Say that work queued there will use tensors of this lane."""
 
     def occupied(self, users: int) -> AbstractContextManager[None]:
         """A context in which this thread's work runs here, one of so many threads at work."""
@@ -147,10 +147,12 @@ class CudaLane(Lane):
         if stream is not None and stream != self.stream:
             self.stream.wait_event(CudaEvent(stream).raw)
 
-    def lend(self, tensor: Tensor, outside: Hashable) -> None:
+    def lend(self, tensors: Iterable[Tensor], outside: Hashable) -> None:
         stream = _stream_of(outside)
-        if stream is not None and tensor.is_cuda:
-            tensor.record_stream(stream)
+        if stream is not None:
+            for tensor in tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
 
     def _record(self) -> Event:
         return CudaEvent(self.stream)

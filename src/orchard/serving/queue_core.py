@@ -231,7 +231,8 @@ class QueueCore:
         """Let a request that was taken out run; False if it was cancelled."""
         if request.deadline is not None:
             self._deadlines.discard(request)
-        request.let_go()
+        if request.admission is not None:
+            request.let_go()
         wanted = request.begin()
         if wanted:
             request.place = Place.RUNNING
@@ -351,7 +352,8 @@ class QueueCore:
 
     def _accept(self, request: Request) -> None:
         request.place = Place.PENDING
-        request.let_go()
+        if request.admission is not None:
+            request.let_go()
         rows = self._pending.add(request)
         self._alarm -= request.parcel.rows
         # Others of its group have set a timer; a worker is needed for the first and the last.

@@ -445,8 +445,12 @@ class Pending:
             if batch and rows > limit:
                 break
             batch.append(request)
-        for request in batch:
-            self.remove(request)
+        if len(batch) == sum(map(len, best[1].lines.values())):
+            del self._groups[batch[0].parcel.group]
+            self.count -= len(batch)
+        else:
+            for request in batch:
+                self.remove(request)
         return batch
 
     def missing(self, limit: int) -> int:

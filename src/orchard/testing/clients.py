@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +39,19 @@ class Pass:
         return len(self.answered) / self.seconds
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """As timeit does it. Here it would look at the answers, which are kept to be judged."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_without_collector()
 def drive(call: Call, questions: Sequence[Tensor], clients: int, seconds: float) -> Pass:
     """`clients` threads, each of which asks again as soon as it has its answer."""
     started = 0.0
