@@ -695,6 +695,7 @@ def small_serving(monkeypatch: pytest.MonkeyPatch) -> None:
         serving_bench.Clients("mlp", 32),
         serving_bench.Clients("gpt", 2),
         serving_bench.Bound("mlp", 3),
+        serving_bench.Ceiling("mlp", 3),
         serving_bench.Lanes(3),
         serving_bench.Overhead(),
         serving_bench.Lone(0.0005),
@@ -719,14 +720,14 @@ def test_serving_rows_goals_and_plot(tmp_path: Path, capsys: pytest.CaptureFixtu
         "mlp, 32 clients",
         "gpt, 2 clients",
         "mlp, 3 clients, bare queue",
+        "mlp, 3 clients, whole batches from one thread",
         "attention, 3 threads",
         "queue overhead",
         "lone request, max_delay 0.5 ms",
     ]
-    asked, gpt, bare, lanes, overhead, lone = lines
-    sides = ("naive", "queue")
-    for line, names in ((asked, sides), (bare, sides), (lanes, ("default", "lanes"))):
-        for name in names:
+    asked, gpt, bare, whole, lanes, overhead, lone = lines
+    for line in (asked, gpt, bare, whole, lanes):
+        for name in ("default", "lanes") if line is lanes else ("naive", "queue"):
             side = line[name]
             assert side["requests"] >= line.get("clients", line.get("threads"))
             assert side["p99"] >= side["p50"] > 0

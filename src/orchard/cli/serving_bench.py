@@ -9,9 +9,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +29,7 @@ from orchard.testing.benchmark import paired_ratio, spread
 from orchard.testing.clients import Answered, Call, Oracle, Pass, drive, percentile
 
 Line = dict[str, Any]
+Side = Callable[[float], Pass]  # given seconds
 CLIENTS = (1, 2, 4, 8, 16, 32, 64)
 THREADS = (1, 2, 4, 8, 16, 32)
 DELAYS = (0.0005, 0.002, 0.01)
@@ -88,18 +90,21 @@ def _ready(device: torch.device) -> Callable[[], None]:
     return lambda: None
 
 
-def _turns(
-    sides: Mapping[str, Call], questions: Sequence[Tensor], clients: int, seconds: float
-) -> dict[str, list[Pass]]:
+def _turns(sides: Mapping[str, Side], seconds: float) -> dict[str, list[Pass]]:
     """Passes of each side; they take turns, and who goes first alternates."""
     names = list(sides)
     found: dict[str, list[Pass]] = {name: [] for name in names}
-    for name in names:
-        drive(sides[name], questions, clients, min(seconds, 0.1))
+    for side in sides.values():
+        side(min(seconds, 0.1))
     for number in range(ROUNDS):
         for name in names if number % 2 == 0 else names[::-1]:
-            found[name].append(drive(sides[name], questions, clients, seconds))
+            found[name].append(sides[name](seconds))
     return found
+
+
+def _asked(clients: int, questions: Sequence[Tensor], **calls: Call) -> dict[str, Side]:
+    """Sides of as many client threads each."""
+    return {name: partial(drive, call, questions, clients) for name, call in calls.items()}
 
 
 def _judged(oracle: Oracle, answered: Sequence[Answered]) -> Line:
@@ -138,7 +143,16 @@ class Prepared(NamedTuple):
 
 @cache
 def _prepared(name: str, device: torch.device) -> Prepared:
-    """A model on a device, and what it answers alone."""
+    """A model on a device, and what it answers alone.
+
+    In a thread that ends: threads that torch has started for the main thread stay, and OpenMP's
+    then wait for one another asleep, in all teams, because they are more than there are cores.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_prepare, name, device).result()
+
+
+def _prepare(name: str, device: torch.device) -> Prepared:
     torch.manual_seed(0)
     source = torch.Generator().manual_seed(1)
     asked = MODELS[name]
@@ -213,6 +227,38 @@ def _kept_on(is_kept: bool) -> tuple[int | None, str]:
     return (min(os.sched_getaffinity(0)), ", on one core") if is_kept else (None, "")
 
 
+def _whole_batches(call: Call, questions: Sequence[Tensor], rows: int, seconds: float) -> Pass:
+    """One thread that asks as many questions at a time, one batch after the other."""
+    found = drive(call, [torch.cat(list(questions[:rows]))], 1, seconds)
+    answered = (
+        Answered(n, answer, whole.seconds)
+        for whole in found.answered
+        for n, answer in enumerate(whole.answer.split(1))
+    )
+    return Pass(found.seconds, tuple(answered))
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """A model that client threads call themselves, against batches that nobody has to gather: no
+    queue in front of this model is faster.
+    """
+
+    model: str
+    clients: int
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.clients} clients, whole batches from one thread"
+
+    def measure(self, device: torch.device, seconds: float) -> Line:
+        _, naive, questions, oracle = _prepared(self.model, device)
+        sides = _asked(self.clients, questions, naive=naive)
+        sides["queue"] = partial(_whole_batches, naive, questions, self.clients)
+        passes = _turns(sides, seconds)
+        name = f"{self.model}, whole batches, no queue"
+        return {"model": name, "clients": self.clients, **_compared(passes, oracle)}
+
+
 @dataclass(frozen=True)
 class Bound:
     """A model that client threads call themselves, against a queue that does the least."""
@@ -228,8 +274,8 @@ class Bound:
         _, naive, questions, oracle = _prepared(self.model, device)
         core, where = _kept_on(self.on_one_core)
         with closing(BareQueue(naive, self.clients, core)) as queue:
-            sides = {"naive": naive, "queue": queue.ask}
-            passes = _turns(sides, questions, self.clients, seconds)
+            sides = _asked(self.clients, questions, naive=naive, queue=queue.ask)
+            passes = _turns(sides, seconds)
         name = f"{self.model}, bare queue{where}"
         return {"model": name, "clients": self.clients, **_compared(passes, oracle)}
 
@@ -265,7 +311,8 @@ class Clients:
                 answer: Tensor = queue.submit(x).result()
                 return answer
 
-            passes = _turns({"naive": naive, "queue": queued}, questions, self.clients, seconds)
+            sides = _asked(self.clients, questions, naive=naive, queue=queued)
+            passes = _turns(sides, seconds)
             mean = queue.stats().mean_batch_rows
         found = _compared(passes, oracle)
         return {"model": self._name, "clients": self.clients, "mean_batch": mean, **found}
@@ -305,8 +352,8 @@ class Lanes:
                 return answer
 
             oracle = Oracle.identical([default(x) for x in questions])
-            sides = {"default": default, "lanes": in_lane}
-            passes = _turns(sides, questions, self.threads, seconds)
+            sides = _asked(self.threads, questions, default=default, lanes=in_lane)
+            passes = _turns(sides, seconds)
         return {"threads": self.threads, **_compared(passes, oracle)}
 
 
@@ -365,6 +412,7 @@ def _unchanged(x: Tensor) -> Tensor:
 EXERCISES: tuple[Exercise, ...] = (
     *(Clients(model, clients) for model in MODELS for clients in CLIENTS),
     Bound("mlp", MAX_BATCH),
+    Ceiling("mlp", MAX_BATCH),
     *(Lanes(threads) for threads in THREADS),
     Overhead(),
     *(Lone(delay) for delay in DELAYS),
@@ -377,6 +425,7 @@ ON_A_GPU: tuple[Exercise, ...] = (
     *IN_LARGE_BATCHES,
     Bound("mlp", 64),
     Bound("mlp", 64, on_one_core=True),
+    Ceiling("mlp", 64),
 )
 
 
