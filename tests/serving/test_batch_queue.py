@@ -1406,6 +1406,31 @@ def test_cuda_results_may_be_dropped_while_in_use() -> None:
 
 @pytest.mark.cuda
 @needs_cuda
+def test_cuda_results_are_lent_to_every_stream_that_asked() -> None:
+    """Two streams in each batch, of which the second still reads while others are answered; what
+    they submit lies on the CPU, so that no batch waits for them.
+    """
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    means = []
+    with BatchQueue(lambda x: x * 2, device="cuda", max_batch=2, max_delay=60) as queue:
+        for n in range(20):
+            futures = []
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    futures.append(queue.submit(torch.full((1, 1 << 20), float(n))))
+            for stream in streams:
+                result = futures.pop(0).result(PATIENCE)
+                with torch.cuda.stream(stream):
+                    if stream is streams[1]:
+                        torch.cuda._sleep(20_000_000)
+                    means.append(result.mean())
+                del result
+    torch.cuda.synchronize()
+    assert [x.item() for x in means] == [2.0 * (n // 2) for n in range(40)]
+
+
+@pytest.mark.cuda
+@needs_cuda
 def test_cuda_moves_batches_to_the_device() -> None:
     model = nn.Linear(3, 2, device="cuda").eval()
     with BatchQueue(model, device="cuda") as queue:
