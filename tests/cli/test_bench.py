@@ -695,12 +695,13 @@ def small_serving(monkeypatch: pytest.MonkeyPatch) -> None:
         serving_bench.Clients("mlp", 32),
         serving_bench.Clients("gpt", 2),
         serving_bench.Bound("mlp", 3),
-        serving_bench.Ceiling("mlp", 3),
+        serving_bench.Ceiling("mlp", 4, threads=2),
         serving_bench.Lanes(3),
         serving_bench.Overhead(),
         serving_bench.Lone(0.0005),
     ]
     monkeypatch.setattr(serving_bench, "EXERCISES", tuple(rows))
+    monkeypatch.setattr(serving_bench, "ON_ONE_CORE", ())
     monkeypatch.setattr(serving_bench, "BURST", 20)
     monkeypatch.setattr(serving_bench, "QUESTIONS", 4)
     serving_bench._prepared.cache_clear()
@@ -720,7 +721,7 @@ def test_serving_rows_goals_and_plot(tmp_path: Path, capsys: pytest.CaptureFixtu
         "mlp, 32 clients",
         "gpt, 2 clients",
         "mlp, 3 clients, bare queue",
-        "mlp, 3 clients, whole batches from one thread",
+        "mlp, 4 clients, whole batches from 2 threads",
         "attention, 3 threads",
         "queue overhead",
         "lone request, max_delay 0.5 ms",
@@ -780,10 +781,12 @@ def test_serving_has_its_own_calls(
 
 
 def test_goals_of_serving_are_the_device_s_own() -> None:
-    assert serving_bench.exercises(torch.device("cpu")) == serving_bench.EXERCISES
-    every = (*serving_bench.EXERCISES, *serving_bench.ON_A_GPU)
-    if hasattr(os, "sched_setaffinity"):
-        assert serving_bench.exercises(torch.device("cuda")) == every
+    keeps = hasattr(os, "sched_setaffinity")
+    kept = serving_bench.ON_ONE_CORE if keeps else ()
+    anywhere = (*serving_bench.EXERCISES, *kept)
+    every = (*anywhere, *serving_bench.ON_A_GPU)
+    assert serving_bench.exercises(torch.device("cpu")) == anywhere
+    assert serving_bench.exercises(torch.device("cuda")) == (every if keeps else anywhere)
     names = {str(exercise) for exercise in every}
     assert {str(goal.case) for goal in serving_bench.GOALS} <= names
     line = {"case": "mlp, 64 clients", "wrong": 0, "ratio": {"p50": 9.0}}

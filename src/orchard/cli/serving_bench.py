@@ -15,19 +15,21 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from orchard.attention.api import attention
 from orchard.cli.minigpt import MiniGPT, Shape
-from orchard.serving import StreamPool
+from orchard.serving import StreamPool, cores
 from orchard.serving.batch_queue import BatchQueue
 from orchard.serving.one_core import OneCore
 from orchard.testing.benchmark import paired_ratio, spread
 from orchard.testing.clients import Answered, Call, Oracle, Pass, drive, percentile
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Line = dict[str, Any]
 Side = Callable[[float], Pass]  # given seconds
 CLIENTS = (1, 2, 4, 8, 16, 32, 64)
@@ -107,9 +109,19 @@ def _asked(clients: int, questions: Sequence[Tensor], **calls: Call) -> dict[str
     return {name: partial(drive, call, questions, clients) for name, call in calls.items()}
 
 
+def _in_passing(call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call it in a thread that ends.
+
+    Threads that torch has started for the main thread stay, and OpenMP's then wait for one another
+    asleep, in all teams, because they are more than there are cores.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call, *args, **kwargs).result()
+
+
 def _judged(oracle: Oracle, answered: Sequence[Answered]) -> Line:
     """JSON has no infinity and no NaN: None is an error without a number."""
-    wrong, error, budget = oracle.judge(answered)
+    wrong, error, budget = _in_passing(oracle.judge, answered)
     return {"wrong": wrong, "error": error if math.isfinite(error) else None, "budget": budget}
 
 
@@ -143,13 +155,8 @@ class Prepared(NamedTuple):
 
 @cache
 def _prepared(name: str, device: torch.device) -> Prepared:
-    """A model on a device, and what it answers alone.
-
-    In a thread that ends: threads that torch has started for the main thread stay, and OpenMP's
-    then wait for one another asleep, in all teams, because they are more than there are cores.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_prepare, name, device).result()
+    """A model on a device, and what it answers alone."""
+    return _in_passing(_prepare, name, device)
 
 
 def _prepare(name: str, device: torch.device) -> Prepared:
@@ -227,36 +234,49 @@ def _kept_on(is_kept: bool) -> tuple[int | None, str]:
     return (min(os.sched_getaffinity(0)), ", on one core") if is_kept else (None, "")
 
 
-def _whole_batches(call: Call, questions: Sequence[Tensor], rows: int, seconds: float) -> Pass:
-    """One thread that asks as many questions at a time, one batch after the other."""
-    found = drive(call, [torch.cat(list(questions[:rows]))], 1, seconds)
-    answered = (
-        Answered(n, answer, whole.seconds)
-        for whole in found.answered
-        for n, answer in enumerate(whole.answer.split(1))
-    )
-    return Pass(found.seconds, tuple(answered))
-
-
 @dataclass(frozen=True)
 class Ceiling:
-    """A model that client threads call themselves, against batches that nobody has to gather: no
-    queue in front of this model is faster.
+    """A model that client threads call themselves, against batches that nobody has to gather, from
+    one thread or from several with a share of the cores each: a queue that costs nothing.
     """
 
     model: str
     clients: int
+    threads: int = 1
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.clients} clients, whole batches from one thread"
+        return f"{self.model}, {self.clients} clients, {self._how}"
+
+    @property
+    def _how(self) -> str:
+        threads = "one thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"whole batches from {threads}"
 
     def measure(self, device: torch.device, seconds: float) -> Line:
         _, naive, questions, oracle = _prepared(self.model, device)
         sides = _asked(self.clients, questions, naive=naive)
-        sides["queue"] = partial(_whole_batches, naive, questions, self.clients)
+        sides["queue"] = partial(self._pass, naive, questions)
         passes = _turns(sides, seconds)
-        name = f"{self.model}, whole batches, no queue"
+        name = f"{self.model}, {self._how}"
         return {"model": name, "clients": self.clients, **_compared(passes, oracle)}
+
+    def _pass(self, call: Call, questions: Sequence[Tensor], seconds: float) -> Pass:
+        """As many rows under way as there are clients on the other side."""
+        rows = self.clients // self.threads
+        firsts = range(0, rows * self.threads, rows)
+        batches = [torch.cat(list(questions[first : first + rows])) for first in firsts]
+
+        def with_its_share(x: Tensor) -> Tensor:
+            with cores.limited_to(cores.share(self.threads)):
+                return call(x)
+
+        found = drive(with_its_share, batches, self.threads, seconds)
+        answered = (
+            Answered(whole.question * rows + n, answer, whole.seconds)
+            for whole in found.answered
+            for n, answer in enumerate(whole.answer.split(1))
+        )
+        return Pass(found.seconds, tuple(answered))
 
 
 @dataclass(frozen=True)
@@ -413,10 +433,12 @@ EXERCISES: tuple[Exercise, ...] = (
     *(Clients(model, clients) for model in MODELS for clients in CLIENTS),
     Bound("mlp", MAX_BATCH),
     Ceiling("mlp", MAX_BATCH),
+    Ceiling("mlp", MAX_BATCH, threads=2),
     *(Lanes(threads) for threads in THREADS),
     Overhead(),
     *(Lone(delay) for delay in DELAYS),
 )
+ON_ONE_CORE = (Clients("mlp", MAX_BATCH, on_one_core=True),)
 IN_LARGE_BATCHES = (
     Clients("mlp", 64, max_batch=64),
     Clients("mlp", 64, max_batch=64, on_one_core=True),
@@ -431,8 +453,9 @@ ON_A_GPU: tuple[Exercise, ...] = (
 
 def exercises(device: torch.device) -> tuple[Exercise, ...]:
     """What is measured on a device; threads are kept on a core only where the system does so."""
-    keeps = hasattr(os, "sched_setaffinity")
-    return (*EXERCISES, *(ON_A_GPU if device.type == "cuda" and keeps else ()))
+    if not hasattr(os, "sched_setaffinity"):
+        return EXERCISES
+    return (*EXERCISES, *ON_ONE_CORE, *(ON_A_GPU if device.type == "cuda" else ()))
 
 
 @dataclass(frozen=True)
