@@ -3,6 +3,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -748,6 +750,34 @@ def test_serving_rows_goals_and_plot(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "overhead of a request" in out
     assert "at most 60 us" in out
     assert (tmp_path / "serving.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are not kept here")
+@pytest.mark.usefixtures("small_serving")
+def test_serving_on_one_core() -> None:
+    for row in (
+        serving_bench.Clients("mlp", 3, on_one_core=True),
+        serving_bench.Bound("mlp", 3, on_one_core=True),
+    ):
+        line = row.measure(torch.device("cpu"), 0.01)
+        assert line["wrong"] == 0
+        assert "on one core" in str(row)
+        assert "on one core" in line["model"]
+
+
+def test_serving_where_no_thread_is_kept_on_a_core() -> None:
+    """The preset is there without what keeps them, as on macOS."""
+    program = """
+import os
+for name in ("sched_setaffinity", "sched_getaffinity"):
+    if hasattr(os, name):
+        delattr(os, name)
+import torch
+from orchard.cli import serving_bench
+assert serving_bench.exercises(torch.device("cuda")) == serving_bench.EXERCISES
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.usefixtures("small_serving")

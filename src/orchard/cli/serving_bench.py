@@ -229,9 +229,14 @@ class BareQueue:
             self._one_core.leave()
 
 
-def _kept_on(is_kept: bool) -> tuple[int | None, str]:
-    """The core that threads are kept on, and what a row's name says of it."""
-    return (min(os.sched_getaffinity(0)), ", on one core") if is_kept else (None, "")
+def _core(on_one_core: bool) -> int | None:
+    """The core that threads are kept on."""
+    return min(os.sched_getaffinity(0)) if on_one_core else None
+
+
+def _where(on_one_core: bool) -> str:
+    """What a row's name says of it."""
+    return ", on one core" if on_one_core else ""
 
 
 @dataclass(frozen=True)
@@ -288,15 +293,14 @@ class Bound:
     on_one_core: bool = False  # the queue's thread and its clients; not those of the other side
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.clients} clients, bare queue{_kept_on(self.on_one_core)[1]}"
+        return f"{self.model}, {self.clients} clients, bare queue{_where(self.on_one_core)}"
 
     def measure(self, device: torch.device, seconds: float) -> Line:
         _, naive, questions, oracle = _prepared(self.model, device)
-        core, where = _kept_on(self.on_one_core)
-        with closing(BareQueue(naive, self.clients, core)) as queue:
+        with closing(BareQueue(naive, self.clients, _core(self.on_one_core))) as queue:
             sides = _asked(self.clients, questions, naive=naive, queue=queue.ask)
             passes = _turns(sides, seconds)
-        name = f"{self.model}, bare queue{where}"
+        name = f"{self.model}, bare queue{_where(self.on_one_core)}"
         return {"model": name, "clients": self.clients, **_compared(passes, oracle)}
 
 
@@ -315,7 +319,7 @@ class Clients:
     @property
     def _name(self) -> str:
         batches = "" if self.max_batch == MAX_BATCH else f", batches of {self.max_batch}"
-        return f"{self.model}{batches}{_kept_on(self.on_one_core)[1]}"
+        return f"{self.model}{batches}{_where(self.on_one_core)}"
 
     def measure(self, device: torch.device, seconds: float) -> Line:
         model, naive, questions, oracle = _prepared(self.model, device)
@@ -324,7 +328,7 @@ class Clients:
             max_batch=self.max_batch,
             device=device,
             warmup=questions[0],
-            core=_kept_on(self.on_one_core)[0],
+            core=_core(self.on_one_core),
         ) as queue:
 
             def queued(x: Tensor) -> Tensor:

@@ -139,6 +139,8 @@ class BatchRunner:
 
     def run(self, parcels: Sequence[Parcel]) -> Report:
         """Run the batch; one that fails is run again in halves until the guilty are alone."""
+        if self._one_core is not None:
+            self._one_core.join_as_worker()
         report = Report()
         parts = [parcels]
         while parts:
@@ -147,8 +149,6 @@ class BatchRunner:
                 middle = len(part) // 2
                 report.retried += 1
                 parts += [part[middle:], part[:middle]]
-        if self._one_core is not None:
-            self._one_core.join()  # now: what torch starts for its first batch may run anywhere
         return report
 
     def _settled(self, parcels: Sequence[Parcel], report: Report) -> bool:

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import torch
+
 from orchard.errors import ArgumentValueError
+
+_GRAIN = 1 << 15  # elements for each of torch's threads; with fewer it starts none
 
 
 @dataclass
@@ -65,6 +69,7 @@ class OneCore:
                 f"core is {core!r}; the system refuses to keep a thread on a core: {error}"
             ) from error
         self.core = core
+        self._cores = cores
         self._here = _Here()
         self._is_over = False
 
@@ -88,6 +93,17 @@ class OneCore:
                 with suppress(OSError):  # refused since the queue was made: it runs anywhere
                     os.sched_setaffinity(0, {self.core})
                     _kept[thread] = _Kept(native, before, self.core, {self})
+
+    def join_as_worker(self) -> None:
+        """Keep the calling thread here, and not the threads that torch has for it: on one core they
+        spin for one another, and what they do together takes ten times as long.
+        """
+        if not self._here.has_joined:
+            if os.sched_getaffinity(0) == {self.core}:  # it was started by one that is kept
+                with suppress(OSError):  # refused since: they stay with it
+                    os.sched_setaffinity(0, self._cores)
+            torch.empty(torch.get_num_threads() * _GRAIN, dtype=torch.uint8).fill_(0)
+            self.join()
 
     def leave(self) -> None:
         """Let those go that nobody else keeps."""

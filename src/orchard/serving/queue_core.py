@@ -232,7 +232,7 @@ class QueueCore:
         if request.deadline is not None:
             self._deadlines.discard(request)
         if request.admission is not None:
-            request.let_go()
+            request.admission.set()
         wanted = request.begin()
         if wanted:
             request.place = Place.RUNNING
@@ -353,7 +353,7 @@ class QueueCore:
     def _accept(self, request: Request) -> None:
         request.place = Place.PENDING
         if request.admission is not None:
-            request.let_go()
+            request.admission.set()
         rows = self._pending.add(request)
         self._alarm -= request.parcel.rows
         # Others of its group have set a timer; a worker is needed for the first and the last.

@@ -166,11 +166,6 @@ class Request(Future[Any]):
         condition: Any = self.__dict__.get("_condition")
         return condition is not None and condition._is_owned()
 
-    def let_go(self) -> None:
-        """Wake the submitter that is held back, if there is one."""
-        if self.admission is not None:
-            self.admission.set()
-
     def _claim(self, state: str) -> bool:
         """Whether this is what was asked for first: to let it run, or to cancel it."""
         claimed: str = self.__dict__.setdefault("_claimed", state)
