@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections import namedtuple
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 from orchard.serving.batching import (
@@ -98,6 +100,27 @@ def test_results_that_share_memory_are_parted() -> None:
     )
     results[0].fill_(9)
     assert results[1].eq(0).all()
+
+
+@pytest.mark.parametrize("collate", ["cat", "pad"])
+def test_lone_tensors_leave_nothing_to_the_collector(collate: str) -> None:
+    """Memory is free again with the last reference, not when the collector comes."""
+    batching = batching_for(collate)
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for _ in range(3):
+            batching.run(
+                lambda x, *mask: x,
+                [batching.parcel(torch.ones(1, 2)) for _ in range(2)],
+                torch.device("cpu"),
+            )
+        gc.collect()
+        left = [each for each in gc.garbage if getattr(each, "__module__", "") == pytree.__name__]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert left == []
 
 
 @pytest.mark.parametrize("collate", ["cat", "pad"])

@@ -85,7 +85,7 @@ class Concatenation:
         if isinstance(tree, Tensor) and tree.dim() and tree.layout is torch.strided:
             shape = tree.shape
             return Parcel((tree,), _LEAF, shape[0], (shape[1:], tree.dtype, tree.device))
-        leaves, spec = tree_flatten(tree)
+        leaves, spec = _flat(tree)
         rows = _leading_rows(leaves)
         group = self._kinds.number(spec, *(_kind(leaf) for leaf in leaves))
         return Parcel(tuple(leaves), spec, rows, group)
@@ -95,8 +95,7 @@ class Concatenation:
     ) -> list[Any]:
         columns = zip(*(parcel.leaves for parcel in parcels), strict=True)
         batch = [torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns]
-        output = function(_moved(tree_unflatten(batch, parcels[0].spec), device))
-        leaves, spec = tree_flatten(output)
+        leaves, spec = _flat(function(_moved(tree_unflatten(batch, parcels[0].spec), device)))
         rows = [parcel.rows for parcel in parcels]
         _check_rows(leaves, sum(rows))
         return _dealt(leaves, spec, rows)
@@ -115,7 +114,7 @@ class Padding:
         self._lock = threading.Lock()
 
     def parcel(self, tree: Any) -> Parcel:
-        leaves, spec = tree_flatten(tree)
+        leaves, spec = _flat(tree)
         rows = _leading_rows(leaves)
         sequences = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1]
         if not sequences:
@@ -152,7 +151,7 @@ class Padding:
         where = next(leaf.device for leaf in first.leaves if _is_ragged(leaf, first.length))
         mask = torch.cat([_mask(parcel.rows, parcel.length, longest, where) for parcel in parcels])
         tree = tree_unflatten(batch, parcels[0].spec)
-        leaves, spec = tree_flatten(function(_moved(tree, device), _moved(mask, device)))
+        leaves, spec = _flat(function(_moved(tree, device), _moved(mask, device)))
         _check_rows(leaves, sum(parcel.rows for parcel in parcels))
         return leaves, spec
 
@@ -229,7 +228,7 @@ class CallablePair:
         self._split = split
 
     def parcel(self, tree: Any) -> Parcel:
-        leaves, spec = tree_flatten(tree)
+        leaves, spec = _flat(tree)
         sizes = {leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
         return Parcel(tuple(leaves), spec, sizes.pop() if len(sizes) == 1 else 1, None)
 
@@ -321,9 +320,18 @@ def _mask(rows: int, length: int, longest: int, device: torch.device) -> Tensor:
     return (torch.arange(longest, device=device) < length).expand(rows, longest)
 
 
+def _flat(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Its leaves and its structure. A lone tensor is not walked: torch leaves a cycle of references
+    behind for each tree, and the collector comes for them.
+    """
+    return ([tree], _LEAF) if isinstance(tree, Tensor) else tree_flatten(tree)
+
+
 def _moved(tree: Any, device: torch.device | None) -> Any:
     if device is None:
         return tree
+    if isinstance(tree, Tensor):
+        return tree.to(device)
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
 
