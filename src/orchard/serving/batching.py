@@ -350,8 +350,8 @@ def _cut(leaf: Tensor, rows: list[int]) -> Sequence[Tensor]:
     """So many rows after so many, each in memory of its own."""
     parts: Sequence[Tensor]
     if leaf.is_cuda and is_cut_at_once(leaf, rows):
-        # Into memory that is there with one kernel, else with one for each. To take that memory
-        # after the pattern of another tensor costs half as much as after a list of sizes.
+        # Into memory that is there with one kernel, else with one for each. That memory is cheaper
+        # to take after the pattern of another tensor than after a list of sizes.
         patterns = {count: leaf[:count] for count in set(rows)}
         parts = [torch.empty_like(patterns[count]) for count in rows]
         torch.ops.aten.split_with_sizes_copy.out(leaf, rows, out=parts)

@@ -162,7 +162,7 @@ def soak(seconds: float, step: Callable[[str], None]) -> SoakReport:
                 number += 1
                 try:
                     answer = queue.submit(questions[question]).result()
-                except Exception:  # whatever it is, no answer came: the soak has failed
+                except Exception:  # of any kind: counted, and one fails the soak
                     lost += 1
                 else:
                     wrong += is_wrong(question, answer)
