@@ -10,10 +10,11 @@ SANITIZE ?=
 COMMA := ,
 NATIVE_BUILD := build/native$(addprefix -,$(firstword $(subst $(COMMA), ,$(SANITIZE))))
 
-.PHONY: help demo test quick native-test lint format docs bench clean
+.PHONY: help demo test test-in-python quick native-test lint format docs bench clean
 help:
 	@echo "make demo        train a small GPT through Orchard and through torch, side by side"
 	@echo "make test        lint, type-check and run every test"
+	@echo "make test-in-python   the tests of BatchQueue once more, without its compiled part"
 	@echo "make quick       the tests that take seconds"
 	@echo "make native-test the library's own tests; SANITIZE=thread or SANITIZE=address,undefined"
 	@echo "make lint        ruff, mypy and clang-format"
@@ -37,6 +38,10 @@ demo: $(VENV)/.runtime
 
 test: lint
 	$(BIN)/python -m pytest -n 2
+	$(MAKE) test-in-python
+
+test-in-python: $(VENV)/.dev
+	IN_PYTHON=1 $(BIN)/python -m pytest -n 2 $(wildcard tests/serving/test_[bow]*.py)
 
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m "not slow and not compile and not stress"

@@ -29,6 +29,7 @@ from orchard.errors import (
 )
 from orchard.serving.batch_queue import BatchQueue
 from orchard.serving.batch_runner import is_out_of_memory
+from orchard.serving.express import IS_COMPILED
 from orchard.serving.lanes import Event, Lane
 from orchard.serving.requests import Request
 from orchard.serving.stream_pool import StreamPool
@@ -1117,6 +1118,7 @@ def test_a_request_without_rows_runs_alone(collate: Any) -> None:
         assert queue.submit(torch.empty(0, 4)).result(PATIENCE).shape == (0, 4)
 
 
+@pytest.mark.skipif(IS_COMPILED, reason="of what is in Python: make test-in-python")
 def test_a_finished_future_is_read_without_a_lock() -> None:
     """A fork may have left its gate to a thread that is not in the child."""
     with BatchQueue(lambda x: x * 2, max_delay=0) as queue:

@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from orchard.errors import QueueClosed
-from orchard.serving import batch_queue, queue_core, requests
+from orchard.serving import batch_queue, queue_core, requests, tickets
 from orchard.serving.batch_queue import BatchQueue
+from orchard.serving.express import IS_COMPILED
 from orchard.serving.queue_core import Clock
 
 PATIENCE = 60.0  # seconds; reached only by a test that fails
-FILES = (queue_core.__file__, requests.__file__, batch_queue.__file__)
+FILES = (queue_core.__file__, requests.__file__, tickets.__file__, batch_queue.__file__)
+FEW = {"a wait for a result": 0, "a submit that is taken": 2} if IS_COMPILED else {}
 
 
 def points(code: CodeType) -> set[int]:
@@ -179,7 +181,8 @@ def _interrupted(act: str) -> Iterator[str]:
 @pytest.mark.parametrize("act", ACTS)
 def test_an_interruption_anywhere_loses_nobody(act: str) -> None:
     places = list(_interrupted(act))
-    assert len(places) > (0 if act == "a wait for a result" else 10)  # the tracer has seen code
+    # The tracer has seen code, of which there is hardly any where the rest is compiled.
+    assert len(places) >= FEW.get(act, 1 if act == "a wait for a result" else 10)
 
 
 class Meddler(Clock):

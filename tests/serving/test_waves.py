@@ -12,13 +12,15 @@ from weakref import ref
 import pytest
 import torch
 
-from orchard.serving import requests
+from orchard.serving import requests, tickets
 from orchard.serving.batch_queue import BatchQueue
-from orchard.serving.batch_runner import Outcome
+from orchard.serving.express import IS_COMPILED
 from orchard.serving.requests import Request, Wave
+from orchard.serving.tickets import Outcome
 
 PATIENCE = 60.0
-needs_gil = pytest.mark.skipif(not requests._HAS_GIL, reason="without a GIL there are no waves")
+needs_gil = pytest.mark.skipif(not tickets._HAS_GIL, reason="without a GIL there are no waves")
+in_python = pytest.mark.skipif(IS_COMPILED, reason="of what is in Python: make test-in-python")
 
 
 class Nobody:
@@ -82,6 +84,7 @@ def opened_by(monkeypatch: pytest.MonkeyPatch) -> dict[int, threading.Thread]:
     return found
 
 
+@in_python
 @needs_gil
 def test_who_has_passed_wakes_the_next(
     monkeypatch: pytest.MonkeyPatch, opened_by: dict[int, threading.Thread]
@@ -101,6 +104,7 @@ def test_who_has_passed_wakes_the_next(
     assert found[0] not in found[1:]
 
 
+@in_python
 @needs_gil
 def test_the_worker_waits_until_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "_STALLED", PATIENCE)
@@ -139,6 +143,7 @@ def test_one_that_does_not_pass_holds_nobody_up() -> None:
     assert asked[0].result() == 0
 
 
+@in_python
 @needs_gil
 def test_a_thread_that_is_interrupted_as_it_passes_on_leaves_nobody(
     monkeypatch: pytest.MonkeyPatch,
@@ -242,6 +247,7 @@ def test_a_closed_loop_of_threads(threads: int, workers: int) -> None:
         assert queue.stats().completed == threads * 30
 
 
+@in_python
 def test_waves_that_come_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody passes on: the worker wakes them all, if later."""
     real = Wave.pass_on

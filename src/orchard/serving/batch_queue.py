@@ -17,13 +17,15 @@ import torch
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 from orchard.serving.batch_runner import BatchRunner, LanePool
 from orchard.serving.batching import batching_for
+from orchard.serving.express import Entrance
 from orchard.serving.lanes import checked_device
 from orchard.serving.metrics import PeriodicLog
 from orchard.serving.one_core import OneCore
 from orchard.serving.queue_core import Clock, Limits, QueueCore
 from orchard.serving.queue_stats import QueueStats
-from orchard.serving.requests import HIGHEST_PRIORITY, Place, Request
+from orchard.serving.requests import HIGHEST_PRIORITY, Request
 from orchard.serving.stream_pool import StreamPool
+from orchard.serving.tickets import Place
 
 OnFull = Literal["wait", "raise", "drop-oldest"]
 Collate = Literal["cat", "pad"] | tuple[Callable[[list[Any]], Any], Callable[[Any, list[Any]], Any]]
@@ -100,6 +102,7 @@ class BatchQueue:
             one_core=self._one_core,
         )
         self._core = QueueCore(Limits(max_batch, max_delay, max_pending, on_full), clock or Clock())
+        self._entrance = Entrance(self._core, self._runner, Request, self._runner.pattern)
         self._log = None if log_every is None else _log(self._core, log_every)
         self._abandon = weakref.finalize(self, _abandon, self._core, self._log, self._one_core)
         self._abandon.atexit = False  # the end of the interpreter closes all queues
@@ -126,6 +129,10 @@ class BatchQueue:
         """
         if self._one_core is not None:
             self._one_core.join()
+        if deadline is None and type(priority) is int and priority == 0:
+            hurried = self._entrance.submit(x)
+            if hurried is not None:
+                return hurried
         request = self._request(x, deadline, priority)
         try:
             self._core.submit(request, deadline)

@@ -6,7 +6,10 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from orchard.errors import ArgumentValueError, WorkerDied
 from orchard.serving import ending
-from orchard.serving.batching import Batching, OutputShapeError, Parcel
+from orchard.serving.batching import Batching, Concatenation, OutputShapeError
+from orchard.serving.express import Parcel
 from orchard.serving.lanes import Lane, open_lanes
 from orchard.serving.one_core import OneCore
+from orchard.serving.tickets import Outcome
 from orchard.text import one_line
 
 _OUT_OF_MEMORY = (  # how torch's allocators and CUDA's libraries say it in a plain RuntimeError
@@ -25,6 +30,10 @@ _OUT_OF_MEMORY = (  # how torch's allocators and CUDA's libraries say it in a pl
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
+
+
+_device, _outside, _rows = attrgetter("device"), attrgetter("outside"), attrgetter("rows")
+_succeeded = partial(tuple.__new__, Outcome)  # of (value, None), at a third of the class's own cost
 
 
 class LanePool(Protocol):
@@ -36,11 +45,6 @@ class LanePool(Protocol):
     def stream(self) -> AbstractContextManager[Lane]: ...
 
     def close(self) -> None: ...
-
-
-class Outcome(NamedTuple):
-    value: Any = None
-    error: BaseException | None = None
 
 
 @dataclass
@@ -107,6 +111,18 @@ class BatchRunner:
             parcel.outside = self._entry(parcel.device).outside()
         return parcel
 
+    def pattern(self, x: Any) -> tuple[Any, ...] | None:
+        """What parcels of tensors like x have in common, if x is a plain tensor: structure, rows,
+        group, device, whether it is there, and what tells where its submitter queues work.
+        """
+        if type(x) is not Tensor or not isinstance(self._batching, Concatenation) or not x.dim():
+            return None
+        parcel = self.parcel(x)
+        outside = None
+        if parcel.outside is not None and parcel.device is not None:
+            outside = self._entry(parcel.device).outside
+        return parcel.spec, parcel.rows, parcel.group, parcel.device, parcel.is_there, outside
+
     def _place(self, parcel: Parcel) -> None:
         """Find the one device other than the CPU that the request needs, if it needs one."""
         parcel.device = self._abroad
@@ -157,7 +173,7 @@ class BatchRunner:
         The exception of a part that is halved ends here: its traceback would keep the batch's
         memory while the halves need it.
         """
-        rows = sum(parcel.rows for parcel in parcels)
+        rows = sum(map(_rows, parcels))
         try:
             results = self._run(parcels)
         except OutputShapeError as error:
@@ -173,7 +189,7 @@ class BatchRunner:
             report.memory_is_at_fault &= not memory
             report.outcomes.append(Outcome(error=_given(error)))
             return True
-        report.outcomes += map(Outcome, results)
+        report.outcomes += map(_succeeded, zip(results, repeat(None)))
         filled, positions = self._batching.positions(parcels)
         report.batches += 1
         report.rows += rows
@@ -184,7 +200,7 @@ class BatchRunner:
     def _run(self, parcels: Sequence[Parcel]) -> list[Any]:
         """Results whose data is ready."""
         self.check_mode()
-        devices = {parcel.device for parcel in parcels} - {None}
+        devices = set(map(_device, parcels)) - {None}
         if len(devices) > 1:
             raise _two_devices(devices)
         device = devices.pop() if devices else None
@@ -207,11 +223,14 @@ class BatchRunner:
                 lane.synchronize()
             raise
         lane.synchronize()
-        lent: dict[Hashable, list[Tensor]] = {}
-        for result, parcel in zip(results, parcels, strict=True):
-            lent.setdefault(parcel.outside, []).extend(_tensors_of(result))
-        for outside, tensors in lent.items():
-            lane.lend(tensors, outside)
+        lent: dict[Hashable, list[Any]] = {outside: [] for outside in map(_outside, parcels)}
+        if len(lent) == 1:
+            lent = dict.fromkeys(lent, results)
+        else:
+            for result, parcel in zip(results, parcels, strict=True):
+                lent[parcel.outside].append(result)
+        for outside, theirs in lent.items():
+            lane.lend(chain.from_iterable(map(_tensors_of, theirs)), outside)
         return results
 
     def _await(self, results: list[Any]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -13,32 +13,16 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from orchard.errors import ArgumentTypeError, ArgumentValueError
+from orchard.serving.express import Parcel
 
 Function = Callable[..., Any]
 _KINDS_REMEMBERED = 1024
+_rows = attrgetter("rows")
 _LEAF = tree_flatten(0)[1]  # the structure of a lone tensor
 
 
 class OutputShapeError(ArgumentValueError):
     """The function's result cannot be told apart into the rows of its requests."""
-
-
-@dataclass(slots=True)
-class Parcel:
-    """One request's tree, taken apart."""
-
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
-    rows: int
-    group: Hashable  # requests of equal groups may share a batch
-    length: int = 0  # of dimension 1, where that is padded
-    device: torch.device | None = None  # where it runs, if not on the CPU
-    outside: Hashable = None  # where its submitter queues work on that device
-    is_there: bool = False  # some of it lies on that device
-
-    @property
-    def tree(self) -> Any:
-        return tree_unflatten(self.leaves, self.spec)
 
 
 class Batching(Protocol):
@@ -96,12 +80,12 @@ class Concatenation:
         columns = zip(*(parcel.leaves for parcel in parcels), strict=True)
         batch = [torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns]
         leaves, spec = _flat(function(_moved(tree_unflatten(batch, parcels[0].spec), device)))
-        rows = [parcel.rows for parcel in parcels]
+        rows = list(map(_rows, parcels))
         _check_rows(leaves, sum(rows))
         return _dealt(leaves, spec, rows)
 
     def positions(self, parcels: Sequence[Parcel]) -> tuple[int, int]:
-        rows = sum(parcel.rows for parcel in parcels)
+        rows = sum(map(_rows, parcels))
         return rows, rows
 
 
@@ -235,7 +219,7 @@ class CallablePair:
     def run(
         self, function: Function, parcels: Sequence[Parcel], device: torch.device | None
     ) -> list[Any]:
-        requests = [parcel.tree for parcel in parcels]
+        requests = [tree_unflatten(parcel.leaves, parcel.spec) for parcel in parcels]
         results = list(
             self._split(function(_moved(self._collate(requests), device)), list(requests))
         )
@@ -246,7 +230,7 @@ class CallablePair:
         return results
 
     def positions(self, parcels: Sequence[Parcel]) -> tuple[int, int]:
-        rows = sum(parcel.rows for parcel in parcels)
+        rows = sum(map(_rows, parcels))
         return rows, rows
 
 

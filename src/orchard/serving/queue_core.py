@@ -30,11 +30,12 @@ from orchard.errors import (
     WorkerDied,
 )
 from orchard.serving import ending
-from orchard.serving.batch_runner import BatchRunner, Outcome, Report
-from orchard.serving.batching import Parcel
+from orchard.serving.batch_runner import BatchRunner, Report
+from orchard.serving.express import Desk, Parcel, announce_each, forget_each, settle_each
 from orchard.serving.queue_stats import QueueStats, Record
 from orchard.serving.registry import Registry
-from orchard.serving.requests import Deadlines, Pending, Place, Request, Wave
+from orchard.serving.requests import Deadlines, Pending, Request, Wave
+from orchard.serving.tickets import Outcome, Place
 from orchard.text import one_line
 
 _NEVER = sys.maxsize
@@ -108,7 +109,7 @@ class _Announcement:
         self._core._announce(self._settled, self._wave)
 
 
-class QueueCore:
+class QueueCore(Desk):
     """What the threads of a queue share. It knows its function only through its requests, so
     that idle threads keep neither the function nor the BatchQueue alive.
     """
@@ -116,6 +117,8 @@ class QueueCore:
     def __init__(self, limits: Limits, clock: Clock) -> None:
         self._limits = limits
         self._clock = clock
+        self._now = time.monotonic if type(clock) is Clock else clock.now
+        self._max_pending = limits.max_pending
         self._pending = Pending()
         self._arrivals: deque[Request] = deque()  # submitted; the next change looks at them
         self._arrived_rows = 0  # of these
@@ -151,14 +154,14 @@ class QueueCore:
 
     # Changing the state, and announcing what was decided
 
-    def _begin_change(self, settled: list[Request]) -> None:
+    def _begin_change(self, settled: list[Request], looks: bool = True) -> None:
         """To be called first under the lock; takes over what a broken change had settled, and
-        what has arrived.
+        what has arrived where the change looks at it.
         """
         if self._torn:
             self._mend(settled)
         self._torn = True
-        if self._arrivals:
+        if looks:
             self._receive()
 
     def _end_change(self, settled: list[Request]) -> None:
@@ -207,7 +210,7 @@ class QueueCore:
     def _announce(self, settled: list[Request], wave: Wave | None = None) -> None:
         if not settled:
             return
-        for request in settled:
+        for request in announce_each(settled, wave):
             try:
                 request.announce(wave)
             except BaseException as error:  # Ctrl-C, where the main thread announces
@@ -215,8 +218,7 @@ class QueueCore:
                 if request.done():
                     request.open()
         with self._lock:
-            for request in settled:
-                self._unsettled.pop(request.number, None)
+            forget_each(settled, self._unsettled)
             self._announced.notify_all()
 
     def _withdraw(self, request: Request, settled: list[Request]) -> bool:
@@ -271,7 +273,7 @@ class QueueCore:
         with self._lock:
             is_open = not self._closed and not self._forked
             if is_open and deadline is None and not self._waiting and self._has_space():
-                request.arrival = self._clock.now()
+                request.arrival = self._now()
                 self._arrivals.append(request)
                 self._arrived_rows += request.parcel.rows or 1
                 if self._arrived_rows >= self._alarm:
@@ -317,17 +319,19 @@ class QueueCore:
         self._unsettled[self._last_number] = request
         request.number = self._last_number
 
-    def _receive(self) -> None:
-        """Accept what has arrived. Each stays in its line until that is done; one that was
-        registered already is of a change that was broken off.
+    def _receive(self, enough: int = _NEVER) -> None:
+        """Accept what has arrived, until a group has `enough` rows. Each stays in its line until
+        that is done; one that was registered already is of a change that was broken off.
         """
-        while self._arrivals:
+        while self._arrivals and self._pending.largest < enough:
             request = self._arrivals[0]
             if not request.number:
                 self._register(request)
                 self._accept(request)
             self._arrivals.popleft()
-        self._arrived_rows = 0
+            self._arrived_rows -= request.parcel.rows or 1
+        if not self._arrivals:
+            self._arrived_rows = 0
 
     def check_open(self) -> None:
         """Raise where nothing can be submitted any more."""
@@ -470,7 +474,17 @@ class QueueCore:
         """Wait for the worker's next batch; None when the queue has ended."""
         while True:
             with _Announcement(self) as settled, self._lock:
-                self._begin_change(settled)
+                if not self._torn and not self._closed:
+                    hurried = self._take_hurried(worker)
+                    if isinstance(hurried, Load):
+                        return hurried
+                    if hurried is not None:
+                        self._sleep(hurried, self._limit)
+                        continue
+                self._begin_change(settled, looks=False)
+                # Those that come after all others anyway are left where they are quickly taken.
+                kind = self._pending.only_kind()
+                self._receive(self._limit if kind and self.arrivals_are(*kind) else _NEVER)
                 self._expire(settled)
                 if self._dismissed:
                     self._close_out(self._idle_requests(), settled, "the queue was closed")
@@ -501,10 +515,30 @@ class QueueCore:
                     parcels = [request.parcel for request in worker.batch]
                     return Load(worker.batch[0].runner, parcels)
 
-    def _sleep(self, moment: float | None) -> None:
-        """Wait for work, at the longest until `moment`."""
+    def _take_hurried(self, worker: Worker) -> Load | float | None:
+        """A batch of what has just arrived, where nothing else is there to be looked at; or when
+        there will be one, as far as that is known.
+        """
+        now = self._now()
+        batch = self.hurried_batch(self._limit, now, self._limits.max_delay)
+        if not isinstance(batch, tuple):
+            return batch
+        self._torn = True
+        worker.batch = batch
+        parcels, waited = self.begin_hurried(batch, now)
+        self._record.queue_seconds.extend(waited)
+        if self._arrivals:
+            self._work.notify()
+        self._set_alarm()
+        self._torn = False
+        return Load(batch[0].runner, parcels)
+
+    def _sleep(self, moment: float | None, enough: int | None = None) -> None:
+        """Wait for work, at the longest until `moment`, or until `enough` rows have arrived."""
         self._sleeping += 1
         self._set_alarm()
+        if enough is not None:
+            self._alarm = enough
         try:
             self._clock.wait_until(self._work, moment)
         finally:
@@ -522,7 +556,7 @@ class QueueCore:
         is_short = now - start <= worker.pace * len(worker.batch)
         worker.wave = Wave() if is_short or not self._has_batch() else None
         with _Announcement(self, worker.wave) as settled, self._lock:
-            self._begin_change(settled)
+            self._begin_change(settled, looks=False)
             worker.busy += now - start
             record = self._record
             record.run_seconds.append(now - start)
@@ -533,8 +567,10 @@ class QueueCore:
             record.counts.retried += report.retried
             record.counts.oom_retries += len(report.out_of_memory)
             self._adapt(report)
-            for request, outcome in zip(worker.batch, report.outcomes, strict=True):
-                self._settle(request, outcome, settled)
+            before = len(settled)
+            completed = settle_each(worker.batch, report.outcomes, settled)
+            record.counts.completed += completed
+            record.counts.failed += len(settled) - before - completed
             worker.batch = ()
             self._end_change(settled)
 

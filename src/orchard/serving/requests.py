@@ -6,89 +6,40 @@ A `Pending` is guarded by the queue that owns it; a `Request` is a future, and a
 from __future__ import annotations
 
 import heapq
-import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from concurrent.futures._base import (
     CANCELLED,
     CANCELLED_AND_NOTIFIED,
     FINISHED,
-    PENDING,
     RUNNING,
 )
 from contextlib import suppress
-from enum import Enum
 from operator import attrgetter
-from threading import Condition, Event, Lock, current_thread, main_thread
+from threading import Condition, current_thread, main_thread
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
-from weakref import ReferenceType, ref
+from typing import Any
 
 from orchard.dispatch.settings import logger
-from orchard.serving.batching import Parcel
+from orchard.serving.express import Sleepers, Ticket
+from orchard.serving.tickets import Outcome, Place
 from orchard.text import one_line
-
-if TYPE_CHECKING:
-    from orchard.serving.batch_runner import BatchRunner, Outcome
 
 AGEING = 0.1  # seconds: one step of priority is worth as much as having waited so much longer
 HIGHEST_PRIORITY = 100  # and -100 the lowest: nobody is overtaken by who came 20 s later
 _STALE_DEADLINES = 64
 _STALLED = 0.002  # seconds without one of a wave passing, after which the rest is woken at once
-_HAS_GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
-class Place(Enum):
-    """Where a request is; it only ever moves on."""
-
-    ARRIVED = "submitted, not yet looked at"
-    WAITING = "held back by a full queue"
-    PENDING = "accepted, not yet run"
-    RUNNING = "in a worker's batch"
-    SETTLED = "its outcome is decided"
-
-
-class Owner(Protocol):
-    """What a request needs of its queue."""
-
-    def cancelled(self, request: Request) -> None:
-        """Take it out of the queue."""
-
-
-class Wave:
-    """Threads that wait for results, woken one after the other: who has passed wakes the next.
+class Wave(Sleepers):
+    """Threads that wait for results, woken one after the other.
 
     Woken all at once they fight for the interpreter, and with the worker for what it needs to run
-    the next batch, while most of them only come back with another request. The wave keeps none
-    that it has woken: where they were kept, waking took a third longer.
+    the next batch, while most of them only come back with another request.
     """
 
-    __slots__ = ("_asleep", "_members", "_over")
-
-    def __init__(self) -> None:
-        self._members: list[ReferenceType[Request]] = []
-        self._asleep: deque[Request] = deque()
-        self._over = Lock()
-        self._over.acquire()
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def add(self, request: Request) -> None:
-        request.wave = self
-        self._members.append(ref(request))
-        self._asleep.append(request)
-
-    def pass_on(self) -> None:
-        """Wake the next; where this is interrupted, `end` makes up for it."""
-        try:
-            following = self._asleep.popleft()
-        except IndexError:
-            with suppress(RuntimeError):  # it is over already
-                self._over.release()
-        else:
-            following.open()
+    __slots__ = ()
 
     def run(self, seconds: float) -> bool:
         """Wake them all and wait while they pass, at the longest so many seconds, or until none
@@ -96,63 +47,30 @@ class Wave:
         """
         end = monotonic() + seconds
         self.pass_on()
-        is_over, left = False, len(self._asleep)
+        is_over, left = False, self.left
         while left and not is_over and monotonic() < end:
-            is_over = self._over.acquire(timeout=_STALLED)
-            before, left = left, len(self._asleep)
+            is_over = self.wait(_STALLED)
+            before, left = left, self.left
             if left == before:
                 break
         self.end()
         return is_over
 
-    def end(self) -> None:
-        """Wake at once those who are left."""
-        for member in self._members:
-            request = member()
-            if request is not None:
-                request.open()
-        self._asleep.clear()
 
-
-class Request(Future[Any]):
+class Request(Ticket, Future[Any]):
     """A request, and the future that its submitter holds.
-
-    Most futures are only ever asked for their result, by one thread, which passes a gate. What
-    concurrent.futures keeps for everything else is made when something asks for it: where many
-    threads submit, each line that one of them touches comes from another processor's cache.
 
     The queue takes no lock of a future while it holds its own.
     """
 
-    _state = PENDING
-    _result: Any = None
-    _exception: BaseException | None = None
-    _is_open = False
-    _is_awaited = False  # a thread went to the gate; it may have been interrupted there
-    _claimed: str | None = None  # the state that it was to have first: running, or cancelled
-    number = 0  # in order of arrival; 0 before the queue has looked at it
-    arrival = 0.0  # a moment of the queue's clock, as is the deadline
-    deadline: float | None = None
-    place = Place.ARRIVED
-    outcome: Outcome | None = None  # once it is decided, until the future has it
-    admission: Event | None = None  # of a submitter that blocks: it waits no more
-    wave: Wave | None = None  # in which who waits for the result is woken
-
-    def __init__(self, parcel: Parcel, runner: BatchRunner, priority: int, owner: Owner) -> None:
-        # Without the base's, whose attributes are the class's or made by `__getattr__`.
-        self.parcel = parcel
-        self.runner = runner
-        self.priority = priority
-        self._owner = owner
-        self._gate = Lock()
-        self._gate.acquire()
+    # Without the base's `__init__`: its attributes are the ticket's, or made by `__getattr__`.
 
     def __getattr__(self, name: str) -> Any:
         """Make what the base's methods guard and notify with, as one of them asks for it."""
         if name == "_condition":
-            return self.__dict__.setdefault(name, Condition())
+            return self._made(name, Condition())
         if name in ("_waiters", "_done_callbacks"):
-            return self.__dict__.setdefault(name, [])
+            return self._made(name, [])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
@@ -163,43 +81,14 @@ class Request(Future[Any]):
     @property
     def is_held(self) -> bool:
         """Whether this thread is inside of the future's lock: it came from there, interrupted."""
-        condition: Any = self.__dict__.get("_condition")
+        condition = self._peek("_condition")
         return condition is not None and condition._is_owned()
-
-    def _claim(self, state: str) -> bool:
-        """Whether this is what was asked for first: to let it run, or to cancel it."""
-        claimed: str = self.__dict__.setdefault("_claimed", state)
-        return claimed == state
-
-    def begin(self) -> bool:
-        """Let it run; False where it was cancelled, or filled by its holder."""
-        if self._claim(RUNNING) and self._state in (PENDING, RUNNING):
-            self._state = RUNNING
-            return True
-        return False
-
-    def settle(self, outcome: Outcome | None) -> None:
-        """Decide its outcome; None where it was cancelled.
-
-        Who keeps the future keeps neither the tensors nor the model.
-        """
-        self.outcome = outcome
-        self.place = Place.SETTLED
-        del self.parcel, self.runner
 
     def announce(self, wave: Wave | None = None) -> None:
         """Fill the future, unless its holder has done so; a wave wakes who waits for it later."""
-        outcome, self.outcome = self.outcome, None
-        mine = self.__dict__  # here: to make it may run the collector
-        if outcome is not None and _HAS_GIL and "_condition" not in mine and self._state == RUNNING:
-            # Up to the state is no call: no other thread makes a condition meanwhile.
-            self._result, self._exception = outcome
-            self._state = FINISHED
-            if wave is not None and self._is_awaited:
-                wave.add(self)
-            else:
-                self.open()
+        if self.announce_plainly(wave):
             return
+        outcome, self.outcome = self.outcome, None
         if wave is not None:
             wave.end()  # who waits for a result does not wait for a callback
         if outcome is None:
@@ -220,11 +109,7 @@ class Request(Future[Any]):
 
     def orphan(self, error: BaseException) -> None:
         """Fill it in a forked child, where no thread will; its locks may be anyone's."""
-        for name in ("_condition", "_waiters", "_done_callbacks"):
-            self.__dict__.pop(name, None)
-        self._gate = Lock()
-        self._gate.acquire()
-        self._is_open = False
+        self._begin_again()
         if self._state == CANCELLED:  # by a thread that is not here
             super().set_running_or_notify_cancel()
         if self.done():
@@ -243,38 +128,16 @@ class Request(Future[Any]):
     def cancelled(self) -> bool:
         return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED)
 
-    def result(self, timeout: float | None = None) -> Any:
-        if timeout is None and not self._is_open:
-            self._is_awaited = True  # then the look at the state; who fills it goes the other way
-            try:
-                # No interruption comes between taking the lock and the block that gives it back.
-                if self._state != FINISHED:
-                    with self._gate:
-                        pass
-            except RuntimeError:  # the gate was opened once more, just here
-                if not self.done():  # or a signal handler has raised it
-                    raise
-            wave, self.wave = self.wave, None
-            if wave is not None:
-                wave.pass_on()
-        if self._state == FINISHED and self._exception is None:
-            return self._result
+    def _slow_result(self, timeout: float | None) -> Any:
         try:
-            return super().result(timeout)
+            return Future.result(self, timeout)
         finally:
             del self  # the exception's traceback refers to this frame
-
-    def open(self) -> None:
-        """Let those who wait for the result pass."""
-        if not self._is_open:
-            with suppress(RuntimeError):  # it is open
-                self._gate.release()
-            self._is_open = True
 
     def _invoke_callbacks(self) -> None:
         """The last step, once it is filled or cancelled. No callback is called a second time."""
         self.open()
-        callbacks = self.__dict__.get("_done_callbacks")
+        callbacks = self._peek("_done_callbacks")
         while callbacks:
             with suppress(IndexError):  # another thread has called the last
                 _call(callbacks.pop(0), self)
@@ -308,7 +171,7 @@ class Request(Future[Any]):
     @property
     def is_announced(self) -> bool:
         """Whether it is filled, or cancelled, to the end."""
-        told = self._is_open and not self.__dict__.get("_done_callbacks")
+        told = self._is_open and not self._peek("_done_callbacks")
         return told and self._state in (CANCELLED_AND_NOTIFIED, FINISHED)
 
 
@@ -448,11 +311,22 @@ class Pending:
                 self.remove(request)
         return batch
 
+    @property
+    def largest(self) -> int:
+        """The rows of the group that has most."""
+        return max((group.rows for group in self._groups.values()), default=0)
+
     def missing(self, limit: int) -> int:
         """How many rows more may fill a batch of `limit`; one where nothing waits."""
-        if not self._groups:
-            return 1
-        return max(1, limit - max(group.rows for group in self._groups.values()))
+        return max(1, limit - self.largest) if self._groups else 1
+
+    def only_kind(self) -> tuple[Hashable, int] | None:
+        """The group and the priority that all have, if they do."""
+        if len(self._groups) == 1:
+            ((kind, group),) = self._groups.items()
+            if len(group.lines) == 1:
+                return kind, next(iter(group.lines))
+        return None
 
     def oldest(self) -> float | None:
         """When the request that has waited longest came."""
