@@ -635,7 +635,7 @@ bool is_plain(Ticket *ticket) {
 // 1 where a plain ticket is of that kind, -1 with an error.
 int is_of(Ticket *ticket, PyObject *group, int priority) {
   PyObject *its_own = as_parcel(ticket->parcel)->group;
-  if (ticket->priority != priority) return 0;
+  if (ticket->priority != priority || group == nullptr || its_own == nullptr) return 0;
   return its_own == group ? 1 : PyObject_RichCompareBool(its_own, group, Py_EQ);
 }
 
@@ -931,7 +931,8 @@ void withdraw(PyObject *request) {
 PyObject *entrance_submit(PyObject *object, PyObject *x) {
   Entrance *self = as_entrance(object);
   Desk *desk = as_desk(self->desk);
-  if (!is_set_up(desk)) return nullptr;
+  if (desk == nullptr) PyErr_SetString(PyExc_RuntimeError, "the entrance is not set up");
+  if (desk == nullptr || !is_set_up(desk)) return nullptr;
   if (desk->closed || desk->forked) Py_RETURN_NONE;
   int is_of_kind = self->tensor_type == nullptr ? 0 : is_known(self, x);
   if (is_of_kind == 0 && ++self->misses > patience) {

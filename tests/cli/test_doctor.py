@@ -24,6 +24,7 @@ from orchard.cli import doctor, main
 from orchard.dispatch import report as report_module
 from orchard.dispatch import settings
 from orchard.dispatch.backend import Reason
+from orchard.serving import express
 
 pytestmark = pytest.mark.cli
 
@@ -148,7 +149,7 @@ def test_json_keys_are_the_documented_ones(report: Callable[[], dict[str, Any]])
     found = report()
     assert list(found) == list(documented)
     sections = ("orchard", "python", "platform", "cpu", "memory", "torch", "tools", "native")
-    for section in (*sections, "check"):
+    for section in (*sections, "serving", "check"):
         named = set(re.findall(r"\w+", documented[section].partition(":")[0]))
         assert set(found[section]) <= named, section
     for section in ("devices", "backends"):
@@ -192,6 +193,21 @@ def test_native_library(
     assert row(out, "native", "library", found["library"])
     assert row(out, "available", ", ".join(library.isa_available))
     assert row(out, "in use", library.isa)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_whether_the_batch_queue_is_compiled(
+    is_compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    report: Callable[[], dict[str, Any]],
+) -> None:
+    monkeypatch.setattr(express, "IS_COMPILED", is_compiled)
+    found = report()["serving"]
+    assert found["batch_queue"] == ("compiled" if is_compiled else "python")
+    assert ("fix" in found) is not is_compiled
+    assert main(["doctor"]) == 0
+    assert row(capsys.readouterr().out, "serving", "batch queue", found["batch_queue"])
 
 
 def test_missing_native_library(

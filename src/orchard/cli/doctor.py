@@ -16,6 +16,7 @@ device works, 1 when it does not, 2 when that cannot be told.
   devices      list of device, name, memory_bytes, compute_capability
   backends     list of backend, kernel, device, available, reason (code, sentence, fix), summary
   native       library, abi_version, compiled, available, in_use, pool_threads, or problem and fix
+  serving      batch_queue (compiled, or python, which is slower), and then the fix
   environment  list of name, value, valid, problem: the ORCHARD_* variables that are set
   check        device, status, sentence: what --check cpu says
   warnings     list of the warnings that came up meanwhile
@@ -65,6 +66,7 @@ _TABLED = (
     "packages",
     "tools",
     "native",
+    "serving",
 )
 _NAMES_BACKENDS = ("ORCHARD_BACKEND", "ORCHARD_DISABLE")
 _TOOL_SECONDS = 10
@@ -299,6 +301,18 @@ def _native_facts() -> dict[str, Any]:
     }
 
 
+def _serving_facts() -> dict[str, str]:
+    _torch()
+    from orchard.serving.express import IS_COMPILED
+
+    if IS_COMPILED:
+        return {"batch_queue": "compiled"}
+    fix = "install a C++20 compiler and Python's headers, then install this package again"
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        fix = "none: it is compiled only for interpreters with a global lock"
+    return {"batch_queue": "python", "fix": fix}
+
+
 def _environment_facts() -> list[dict[str, Any]]:
     return [
         _setting(name, value)
@@ -389,6 +403,7 @@ PROBES: dict[str, Callable[[], Any]] = {
     "devices": _device_facts,
     "backends": _backend_facts,
     "native": _native_facts,
+    "serving": _serving_facts,
     "environment": _environment_facts,
     "check": _cpu_check,
 }

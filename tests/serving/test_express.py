@@ -1,0 +1,627 @@
+"""What every request passes through, compiled and in Python: the same, and neither to be broken."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+from concurrent.futures._base import CANCELLED, FINISHED, PENDING, RUNNING
+from types import ModuleType
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor
+
+from orchard.errors import ArgumentTypeError, QueueFull
+from orchard.serving import express, queue_core, tickets
+from orchard.serving.batch_queue import BatchQueue
+from orchard.serving.express import IS_COMPILED
+from orchard.serving.requests import Request
+from orchard.serving.tickets import Outcome, Place
+
+PATIENCE = 60.0
+compiled = pytest.mark.skipif(not IS_COMPILED, reason="the extension was not built, or is left out")
+
+
+def _both() -> list[Any]:
+    found: list[Any] = [pytest.param(tickets, id="python")]
+    if IS_COMPILED:
+        from orchard.serving import _express
+
+        found.append(pytest.param(_express, id="compiled"))
+    return found
+
+
+@pytest.fixture(params=_both())
+def halves(request: pytest.FixtureRequest) -> ModuleType:
+    module: ModuleType = request.param
+    return module
+
+
+class Pending:
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+
+def test_what_was_built_is_used() -> None:
+    is_there = importlib.util.find_spec("orchard.serving._express") is not None
+    assert IS_COMPILED is (is_there and not os.environ.get("IN_PYTHON"))
+
+
+# Tickets
+
+
+def ticket(halves: ModuleType, rows: int = 1, group: Any = "a", priority: int = 0) -> Any:
+    class Both(halves.Ticket, Future):  # type: ignore[misc]
+        def _slow_result(self, timeout: float | None) -> Any:
+            return "slow", timeout
+
+    return Both(halves.Parcel((torch.ones(rows),), None, rows, group), "runner", priority, "owner")
+
+
+def test_a_new_ticket(halves: ModuleType) -> None:
+    it = ticket(halves, rows=3, priority=-5)
+    assert (it.parcel.rows, it.runner, it.priority, it._owner) == (3, "runner", -5, "owner")
+    assert (it._state, it._result, it._exception, it._claimed) == (PENDING, None, None, None)
+    assert (it.number, it.arrival, it.deadline, it.place) == (0, 0.0, None, Place.ARRIVED)
+    assert (it.outcome, it.admission, it.wave) == (None, None, None)
+    assert (it._is_open, it._is_awaited) == (False, False)
+
+
+def test_what_is_asked_for_first_is_granted(halves: ModuleType) -> None:
+    run, cancelled, filled = ticket(halves), ticket(halves), ticket(halves)
+    assert run.begin()
+    assert run.begin()
+    assert not run._claim(CANCELLED)
+    assert run._state == RUNNING
+    assert cancelled._claim(CANCELLED)
+    assert not cancelled.begin()
+    assert cancelled._state == PENDING
+    filled._state = FINISHED
+    assert not filled.begin()
+
+
+def test_a_settled_ticket_keeps_neither_tensors_nor_model(halves: ModuleType) -> None:
+    it = ticket(halves)
+    x = ref(it.parcel.leaves[0])
+    it.settle(Outcome(1))
+    assert (it.place, it.outcome) == (Place.SETTLED, Outcome(1))
+    assert x() is None
+    for name in ("parcel", "runner"):
+        with pytest.raises(AttributeError):
+            getattr(it, name)
+
+
+def test_a_plain_announcement(halves: ModuleType) -> None:
+    it = ticket(halves)
+    assert not it.announce_plainly(None)
+    it.begin()
+    it.settle(Outcome(7))
+    assert it.announce_plainly(None)
+    assert (it._state, it._result, it.outcome, it._is_open) == (FINISHED, 7, None, True)
+    assert it.result() == it.result(None) == it.result(timeout=None) == 7
+    assert not it.announce_plainly(None)
+
+
+def test_who_needs_more_is_not_announced_plainly(halves: ModuleType) -> None:
+    with_condition, cancelled = ticket(halves), ticket(halves)
+    with_condition.begin()
+    with_condition.settle(Outcome(1))
+    with_condition._made("_condition", threading.Condition())
+    assert not with_condition.announce_plainly(None)
+    assert with_condition.outcome == Outcome(1)
+    cancelled.settle(None)
+    assert not cancelled.announce_plainly(None)
+
+
+def test_errors_and_timeouts_go_the_usual_way(halves: ModuleType) -> None:
+    it = ticket(halves)
+    assert it.result(0.5) == ("slow", 0.5)
+    assert it.result(timeout=0.25) == ("slow", 0.25)
+    it.begin()
+    it.settle(Outcome(error=KeyError("x")))
+    assert it.announce_plainly(None)
+    assert it.result() == ("slow", None)
+
+
+def test_what_is_made_once_stays(halves: ModuleType) -> None:
+    it = ticket(halves)
+    assert it._peek("_waiters") is None
+    first: list[int] = []
+    assert it._made("_waiters", first) is first
+    assert it._made("_waiters", [1]) is first
+    assert it._peek("_waiters") is first
+    it.open()
+    it._begin_again()
+    assert it._peek("_waiters") is None
+    assert not it._is_open
+
+
+def test_wrong_arguments_of_result(halves: ModuleType) -> None:
+    it = ticket(halves)
+    for args, named in (((1, 2), {}), ((), {"patience": 1}), ((1,), {"timeout": 1})):
+        with pytest.raises(TypeError):
+            it.result(*args, **named)
+
+
+def test_a_ticket_and_its_result_are_collected_together(halves: ModuleType) -> None:
+    class Holder:
+        it: Any
+
+    gone = []
+    for where in ("_result", "admission", "_condition"):
+        it, holder = ticket(halves), Holder()
+        holder.it = it
+        setattr(it, where, holder)
+        gone.append(ref(holder))
+        del it, holder
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3
+
+
+# A line of sleepers
+
+
+def test_a_line_that_is_left_opens_its_gates(halves: ModuleType) -> None:
+    line = halves.Sleepers()
+    its = [ticket(halves) for _ in range(200)]
+    for it in its:
+        line.add(it)
+    assert (len(line), line.left, line.wait(0.0)) == (200, 200, False)
+    line.pass_on()
+    assert (line.left, [it._is_open for it in its[:2]]) == (199, [True, False])
+    line.end()
+    assert (len(line), line.left) == (200, 0)
+    assert all(it._is_open for it in its)
+    assert not line.wait(0.001)
+    line.pass_on()
+    line.pass_on()
+    assert line.wait(0.0)
+    assert not line.wait(0.0)
+
+
+# The desk
+
+
+@pytest.fixture
+def desk() -> Any:
+    found: Any = express.Desk()
+    found._lock = threading.RLock()
+    found._is_inside = found._lock._is_owned
+    found._work = threading.Condition(found._lock)
+    found._now = time.monotonic
+    found._pending, found._waiting = Pending(), OrderedDict()
+    found._arrivals, found._unsettled = deque(), OrderedDict()
+    found._arrived_rows = found._last_number = 0
+    found._alarm = sys.maxsize
+    found._max_pending = 100
+    found._closed = found._forked = False
+    return found
+
+
+def arrived(desk: Any, *rows: int, moment: float = 5.0, **kind: Any) -> list[Any]:
+    found = []
+    for count in rows:
+        it = ticket(sys.modules[express.Ticket.__module__], rows=count, **kind)
+        it.arrival = moment
+        desk._arrivals.append(it)
+        desk._arrived_rows += count or 1
+        found.append(it)
+    return found
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("rows", "limit", "now", "count"),
+    [
+        ([1, 1, 1], 3, 5.0, 3),  # full
+        ([1, 1, 1, 1], 3, 5.0, 3),  # more than full
+        ([1, 1], 3, 5.5, 2),  # due
+        ([1, 1], 3, 5.4, None),  # neither
+        ([2, 2], 3, 5.0, 1),  # the second does not fit
+        ([7, 1], 3, 5.0, 1),  # larger than any batch
+        ([0, 0, 3], 3, 5.0, 3),  # without rows
+        ([0], 3, 5.6, 1),
+        ([], 3, 9.0, None),
+        ([1] * 20, 4, 5.0, None),  # too many to look at
+    ],
+)
+def test_a_hurried_batch(
+    rows: list[int], limit: int, now: float, count: int | None, desk: Any
+) -> None:
+    its = arrived(desk, *rows)
+    batch = desk.hurried_batch(limit, now, 0.5)
+    if count is not None:
+        assert batch == tuple(its[:count])
+        parcels, waited = desk.begin_hurried(batch, now)
+        assert parcels == [it.parcel for it in its[:count]]
+        assert waited == [now - 5.0] * count
+        assert list(desk._unsettled.items()) == list(enumerate(its[:count], 1))
+        assert [it.number for it in its[:count]] == list(range(1, count + 1))
+        assert {(it._state, it.place, it._claimed) for it in its[:count]} == {
+            (RUNNING, Place.RUNNING, RUNNING)
+        }
+        assert list(desk._arrivals) == its[count:]
+        assert desk._arrived_rows == sum(row or 1 for row in rows[count:])
+        assert desk._last_number == count
+    elif rows and len(rows) <= 4 * limit:
+        assert batch == 5.5
+    else:
+        assert batch is None
+
+
+@compiled
+def test_what_is_not_plain_is_not_hurried(desk: Any) -> None:
+    def cancel(its: list[Any]) -> None:
+        its[1]._claim(CANCELLED)
+
+    def register(its: list[Any]) -> None:
+        its[1].number = 9
+
+    def hold_back(its: list[Any]) -> None:
+        its[1].admission = threading.Event()
+
+    def another_group(its: list[Any]) -> None:
+        arrived(desk, 1, group="b")
+
+    def another_priority(its: list[Any]) -> None:
+        arrived(desk, 1, priority=1)
+
+    def somebody_waits(its: list[Any]) -> None:
+        desk._waiting[1] = its[0]
+
+    def somebody_pends(its: list[Any]) -> None:
+        desk._pending.count = 1
+
+    kept = desk._pending
+    for spoil in (
+        cancel,
+        register,
+        hold_back,
+        another_group,
+        another_priority,
+        somebody_waits,
+        somebody_pends,
+    ):
+        desk._arrivals.clear()
+        desk._waiting.clear()
+        kept.count = 0
+        its = arrived(desk, 1, 1, 1)
+        assert desk.hurried_batch(3, 5.0, 0.5) == tuple(its)
+        assert desk.arrivals_are("a", 0)
+        spoil(its)
+        assert desk.hurried_batch(3, 5.0, 0.5) is None, spoil
+        is_elsewhere = spoil in (somebody_waits, somebody_pends)
+        assert desk.arrivals_are("a", 0) is is_elsewhere, spoil
+        if spoil in (cancel, register, hold_back):
+            with pytest.raises(RuntimeError, match="changed"):
+                desk.begin_hurried((its[1],), 5.0)
+
+
+def test_a_batch_is_settled_announced_and_forgotten(halves: ModuleType) -> None:
+    its = [ticket(halves) for _ in range(4)]
+    for number, it in enumerate(its[:3], 1):
+        it.begin()
+        it.number, it.place = number, Place.RUNNING
+    its[3].number = 4
+    error = KeyError("x")
+    outcomes = [Outcome(1), Outcome(error=error), Outcome(3), Outcome(4)]
+    settled: list[Any] = []
+    assert halves.settle_each(tuple(its), outcomes, settled) == 2
+    assert settled == its[:3]
+    unsettled = OrderedDict(enumerate(its, 1))
+    others = halves.announce_each(settled, None)
+    for it in others:
+        assert it.announce_plainly(None)
+    assert [it._result for it in its] == [1, None, 3, None]
+    assert [it._exception for it in its] == [None, error, None, None]
+    assert [it._is_open for it in its] == [True, True, True, False]
+    halves.forget_each(settled, unsettled)
+    halves.forget_each(settled, unsettled)
+    assert list(unsettled) == [4]
+    with pytest.raises(ValueError, match=r"argument|outcomes"):
+        halves.settle_each(tuple(its), outcomes[:3], [])
+
+
+@compiled
+def test_what_is_not_a_ticket_is_refused() -> None:
+    module: Any = sys.modules[express.Ticket.__module__]
+    desk = module.Desk()
+    line = module.Sleepers()
+    it = ticket(module)
+    calls: list[tuple[type[Exception], Any]] = [
+        (TypeError, lambda: module.Ticket(1)),
+        (TypeError, lambda: module.Ticket(None, None, "first", None)),
+        (TypeError, lambda: module.Parcel([1], None, 1, None)),
+        (TypeError, lambda: module.Parcel((1,), None, "one", None)),
+        (TypeError, lambda: line.add(3)),
+        (TypeError, lambda: line.wait("long")),
+        (TypeError, lambda: it.announce_plainly(3)),
+        (AttributeError, lambda: it._made("_state", 1)),
+        (AttributeError, lambda: it._peek(5)),
+        (TypeError, lambda: module.settle_each((1,), [Outcome(1)], [])),
+        (TypeError, lambda: module.settle_each([it], [Outcome(1)], [])),
+        (TypeError, lambda: module.announce_each([1], None)),
+        (TypeError, lambda: module.announce_each([it], 3)),
+        (TypeError, lambda: module.forget_each([None], {})),
+        (RuntimeError, lambda: desk.hurried_batch(1, 0.0, 0.0)),
+        (RuntimeError, lambda: desk.arrivals_are(None, 0)),
+        (RuntimeError, lambda: desk.begin_hurried((), 0.0)),
+        (TypeError, lambda: module.Entrance(3, None, Request, None)),
+        (TypeError, lambda: module.Entrance(desk, None, int, None)),
+        (RuntimeError, lambda: module.Entrance(desk, None, Request, None).submit(torch.ones(1))),
+        (RuntimeError, lambda: module.Entrance.__new__(module.Entrance).submit(torch.ones(1))),
+    ]
+    for expected, call in calls:
+        with pytest.raises(expected):
+            call()
+
+
+# In a queue
+
+
+@pytest.fixture
+def takes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each batch that was taken was a hurried one."""
+    found: list[bool] = []
+    take, hurried = queue_core.QueueCore._take, queue_core.QueueCore._take_hurried
+    here = threading.local()
+
+    def look(core: Any, worker: Any) -> Any:
+        here.load = got = hurried(core, worker)
+        return got
+
+    def look_around(core: Any, worker: Any) -> Any:
+        got = take(core, worker)
+        if got is not None:
+            found.append(got is here.load)
+        return got
+
+    monkeypatch.setattr(queue_core.QueueCore, "_take_hurried", look)
+    monkeypatch.setattr(queue_core.QueueCore, "_take", look_around)
+    return found
+
+
+def closed_loop(queue: BatchQueue, threads: int, rounds: int) -> None:
+    wrong: list[str] = []
+
+    def client(n: int) -> None:
+        for turn in range(rounds):
+            x = torch.tensor([[float(n), float(turn)]])
+            got = queue.submit(x).result()
+            if not torch.equal(got, x * 3 + 1):
+                wrong.append(f"{x} gave {got}")
+
+    clients = [threading.Thread(target=client, args=(n,), daemon=True) for n in range(threads)]
+    for each in clients:
+        each.start()
+    for each in clients:
+        each.join(PATIENCE)
+        assert not each.is_alive()
+    assert wrong == []
+
+
+@compiled
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_are_taken_in_a_hurry_again_after_something_else(
+    takes: list[bool], workers: int
+) -> None:
+    """Twice as many clients as a batch has rows: some always wait."""
+    with BatchQueue(lambda x: x * 3 + 1, max_batch=4, max_delay=0.05, workers=workers) as queue:
+        closed_loop(queue, 8, 50)
+        assert sum(takes) > 0.9 * len(takes)
+        for disturb in (
+            queue.flush,
+            queue.stats,
+            lambda: queue.submit(torch.ones(1, 2)).cancel(),
+            lambda: queue.submit(torch.ones(1, 2), deadline=50.0).result(),
+            lambda: queue.submit(torch.ones(1, 2), priority=3).result(),
+            lambda: queue.submit(torch.ones(1, 3)).result(),
+        ):
+            others = threading.Thread(target=closed_loop, args=(queue, 8, 100), daemon=True)
+            others.start()
+            while len(takes) < 20:
+                time.sleep(0.001)
+            disturb()
+            others.join(PATIENCE)
+            assert not others.is_alive()
+            takes.clear()
+            closed_loop(queue, 8, 50)
+            assert sum(takes) > 0.9 * len(takes)
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+def test_tensors_of_several_kinds(kinds: int) -> None:
+    """Each learns anew after a while what the others have made it forget."""
+    shapes = [(1, 2), (2, 2), (1, 3)][:kinds]
+    with BatchQueue(lambda x: x * 3 + 1, max_batch=8, max_delay=0) as queue:
+        for turn in range(60):
+            x = torch.full(shapes[turn // 20 % kinds], float(turn))
+            assert torch.equal(queue.submit(x).result(PATIENCE), x * 3 + 1)
+            x = torch.full(shapes[turn % kinds], float(turn), dtype=torch.float64)
+            got = queue.submit(x).result(PATIENCE)
+            assert got.dtype == torch.float64
+            assert torch.equal(got, x * 3 + 1)
+
+
+class Marked(Tensor):
+    """A class of tensors of somebody's own."""
+
+
+def test_what_only_looks_like_the_tensors_before() -> None:
+    """Of the same shape and dtype, but not to be treated alike."""
+    with BatchQueue(lambda x: x * 2, max_batch=8, max_delay=0) as queue:
+        for _ in range(40):
+            assert torch.equal(
+                queue.submit(torch.ones(1, 2)).result(PATIENCE), torch.full((1, 2), 2.0)
+            )
+        for x in (torch.ones(1, 2).to_sparse(), [torch.ones(1, 2).to_sparse()]):
+            with pytest.raises(ArgumentTypeError, match="strided"):
+                queue.submit(x)
+        marked = torch.ones(1, 2).as_subclass(Marked)
+        assert torch.equal(queue.submit(marked).result(PATIENCE), torch.full((1, 2), 2.0))
+        parameter = torch.nn.Parameter(torch.ones(1, 2))
+        assert not queue.submit(parameter).result(PATIENCE).requires_grad
+        for no_tensor in (None, 3, "x", Tensor, object()):
+            with pytest.raises(ArgumentTypeError):
+                queue.submit(no_tensor)
+        for priority in (0.0, None, "0"):
+            with pytest.raises(ValueError, match="priority"):
+                queue.submit(torch.ones(1, 2), priority=priority)  # type: ignore[arg-type]
+        scalar = torch.ones(())
+        with pytest.raises(ValueError, match="first dimension"):
+            queue.submit(scalar)
+        assert queue.stats().submitted == 42
+
+
+@pytest.mark.parametrize("on_full", ["raise", "drop-oldest", "wait"])
+def test_a_full_queue_is_full_for_all(on_full: Any) -> None:
+    opened, began = threading.Event(), threading.Event()
+
+    def function(x: Tensor) -> Tensor:
+        began.set()
+        assert opened.wait(PATIENCE)
+        return x * 2
+
+    with BatchQueue(function, max_batch=2, max_delay=0, max_pending=3, on_full=on_full) as queue:
+        running = queue.submit(torch.ones(1, 1))
+        assert began.wait(PATIENCE)
+        pending = [queue.submit(torch.full((1, 1), float(n))) for n in range(3)]
+        others: list[Any] = []
+        if on_full == "raise":
+            with pytest.raises(QueueFull):
+                queue.submit(torch.ones(1, 1))
+        elif on_full == "drop-oldest":
+            others.append(queue.submit(torch.full((1, 1), 3.0)))
+            with pytest.raises(QueueFull):
+                pending.pop(0).result(PATIENCE)
+        else:
+            late = threading.Thread(
+                target=lambda: others.append(queue.submit(torch.ones(1, 1) * 3))
+            )
+            late.start()
+            while queue.stats().waiting < 1:
+                time.sleep(0.001)
+            opened.set()
+            late.join(PATIENCE)
+        opened.set()
+        answers = [future.result(PATIENCE).item() for future in [running, *pending, *others]]
+        expected = {"raise": [0, 2, 4], "drop-oldest": [2, 4, 6], "wait": [0, 2, 4, 6]}[on_full]
+        assert answers == [2, *expected]
+
+
+def _held() -> list[int]:
+    """How often what all requests refer to is referred to."""
+    shared = (
+        Place.ARRIVED,
+        Place.RUNNING,
+        Place.SETTLED,
+        PENDING,
+        RUNNING,
+        FINISHED,
+        torch.float32,
+    )
+    return [sys.getrefcount(each) for each in (*shared, torch.strided, Request, express.Parcel)]
+
+
+def test_nothing_is_kept_of_requests_that_are_done() -> None:
+    """Neither they, nor what they refer to, whatever became of them."""
+    x = torch.ones(1, 2)
+    function = torch.nn.Identity().eval()
+
+    def some(queue: BatchQueue) -> None:
+        closed_loop_of_one = [queue.submit(x) for _ in range(20)]
+        closed_loop_of_one[7].cancel()
+        for future in closed_loop_of_one:
+            if not future.cancelled():
+                future.result(PATIENCE)
+        queue.submit(torch.ones(2, 2)).result(PATIENCE)
+        queue.submit(x, priority=1).result(PATIENCE)
+        with pytest.raises(ArgumentTypeError):
+            queue.submit(3)
+        future = queue.submit(x)
+        future.add_done_callback(lambda _: None)
+        future.result(PATIENCE)
+        threads = [threading.Thread(target=lambda: queue.submit(x).result()) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        queue.flush()
+
+    with BatchQueue(function, max_batch=4, max_delay=0.001) as queue:
+        for _ in range(3):
+            some(queue)
+        gc.collect()
+        before = _held()
+        mine = sys.getrefcount(x), sys.getrefcount(queue._runner), sys.getrefcount(queue._core)
+        for _ in range(40):
+            some(queue)
+        gc.collect()
+        # A worker that has just announced may have its last batch in hand.
+        assert max(after - had for after, had in zip(_held(), before, strict=True)) < 8
+        after = sys.getrefcount(x), sys.getrefcount(queue._runner), sys.getrefcount(queue._core)
+        assert max(now - had for now, had in zip(after, mine, strict=True)) < 4
+        left = [each for each in gc.get_objects() if type(each) in (Request, express.Parcel)]
+        assert len(left) < 8
+    assert torch.equal(x, torch.ones(1, 2))
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="signals are sent to threads")
+def test_ctrl_c_in_a_wait_for_a_result() -> None:
+    """It comes at once, the request goes on, and its result can be asked for again."""
+    opened = threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def function(x: Tensor) -> Tensor:
+        assert opened.wait(PATIENCE)
+        return x * 2
+
+    with BatchQueue(function, max_delay=0) as queue:
+        future = queue.submit(torch.ones(1, 1))
+        sent = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
+        sent.start()
+        before = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            future.result()
+        assert time.monotonic() - before < PATIENCE / 2
+        assert not future.done()
+        opened.set()
+        assert future.result().item() == 2
+        assert queue.submit(torch.ones(1, 1)).result().item() == 2
+
+
+@compiled
+def test_an_error_of_the_desk_leaves_no_request_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were no memory for the last step: the worker could not be told."""
+    with BatchQueue(lambda x: x * 2, max_delay=0) as queue:
+        for _ in range(3):
+            queue.submit(torch.ones(1, 1)).result(PATIENCE)
+
+        def fail() -> None:
+            monkeypatch.undo()
+            raise MemoryError
+
+        def idle() -> bool:
+            with queue._core._lock:
+                return queue._core._sleeping == 1 and queue._core._alarm == 1
+
+        end = time.monotonic() + PATIENCE
+        while not idle():
+            assert time.monotonic() < end
+        monkeypatch.setattr(queue._core._work, "notify", fail)
+        with pytest.raises(MemoryError):
+            queue.submit(torch.ones(1, 1))
+        assert queue.submit(torch.ones(1, 1)).result(PATIENCE).item() == 2
+        queue.flush()
+        stats = queue.stats()
+    assert (stats.completed, stats.cancelled, stats.pending, stats.running) == (4, 1, 0, 0)
