@@ -41,7 +41,7 @@ test: lint
 	$(MAKE) test-in-python
 
 test-in-python: $(VENV)/.dev
-	IN_PYTHON=1 $(BIN)/python -m pytest -n 2 $(wildcard tests/serving/test_[bow]*.py)
+	PYTHONPATH='$(CURDIR)/tests/in_python' $(BIN)/python -m pytest -n 2 $(wildcard tests/serving/test_[beow]*.py)
 
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m "not slow and not compile and not stress"

@@ -1,14 +1,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-if os.environ.get("IN_PYTHON"):  # `make test-in-python`: as where the extension was not built
-    sys.modules["orchard.serving._express"] = None
 
 import orchard
 from orchard.dispatch import planner, settings

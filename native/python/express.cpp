@@ -57,8 +57,8 @@ bool is_none(PyObject *object) { return object == nullptr || object == Py_None; 
 
 // Names of attributes and methods, and the values that states and places have in Python.
 struct Known {
-  PyObject *acquire, *append, *cancel, *count, *device, *dtype, *layout, *notify, *popleft,
-      *release, *shape, *slow_result;
+  PyObject *acquire, *append, *count, *device, *dtype, *layout, *notify, *popleft, *release, *shape,
+      *slow_result;
   PyObject *pending, *running, *finished;                   // of concurrent.futures
   PyObject *arrived_place, *running_place, *settled_place;  // of tickets.Place
 };
@@ -87,18 +87,17 @@ PyCFunction method(Function *function) {
 
 enum class Passed { yes, no, failed };  // failed: with an error, of a signal handler
 
-// Take the lock, within that time if it is not negative.
+// Take the lock. For ever, if the time is negative, but for what a signal handler raises.
 Passed wait_for(PyThread_type_lock lock, PY_TIMEOUT_T microseconds) {
   if (PyThread_acquire_lock_timed(lock, 0, 0) == PY_LOCK_ACQUIRED) return Passed::yes;
   for (;;) {
     PyLockStatus status;
     Py_BEGIN_ALLOW_THREADS;
-    status = PyThread_acquire_lock_timed(lock, microseconds, 1);
+    status = PyThread_acquire_lock_timed(lock, microseconds, microseconds < 0);
     Py_END_ALLOW_THREADS;
     if (status == PY_LOCK_ACQUIRED) return Passed::yes;
     if (status == PY_LOCK_FAILURE) return Passed::no;
     if (PyErr_CheckSignals() < 0) return Passed::failed;
-    if (microseconds >= 0) return Passed::no;  // the time is not reckoned so closely
   }
 }
 
@@ -224,11 +223,15 @@ PyObject *ticket_new(PyTypeObject *type, PyObject *, PyObject *) {
   return self->gate == nullptr ? nullptr : object.release();
 }
 
-int ticket_init(PyObject *object, PyObject *args, PyObject *) {
+int ticket_init(PyObject *object, PyObject *args, PyObject *named) {
   Ticket *self = as_ticket(object);
+  static const char *names[] = {"parcel", "runner", "priority", "owner", nullptr};
   PyObject *parcel, *runner, *owner;
   int priority;
-  if (!PyArg_ParseTuple(args, "OOiO", &parcel, &runner, &priority, &owner)) return -1;
+  if (!PyArg_ParseTupleAndKeywords(args, named, "OOiO", const_cast<char **>(names), &parcel,
+                                   &runner, &priority, &owner)) {
+    return -1;
+  }
   assign(self->parcel, new_ref(parcel));
   assign(self->runner, new_ref(runner));
   assign(self->owner, new_ref(owner));
@@ -444,9 +447,10 @@ PyObject *sleepers_pass_on(PyObject *object, PyObject *) {
 PyObject *sleepers_wait(PyObject *object, PyObject *argument) {
   double seconds = PyFloat_AsDouble(argument);
   if (seconds == -1.0 && PyErr_Occurred()) return nullptr;
-  double longest = 1e9;  // seconds
+  constexpr double longest = 1e9;  // seconds
+  if (!(seconds > 0)) seconds = 0;
   auto microseconds = static_cast<PY_TIMEOUT_T>(1e6 * (seconds < longest ? seconds : longest));
-  switch (wait_for(as_sleepers(object)->over, microseconds < 0 ? 0 : microseconds)) {
+  switch (wait_for(as_sleepers(object)->over, microseconds)) {
     case Passed::yes:
       Py_RETURN_TRUE;
     case Passed::no:
@@ -484,11 +488,13 @@ PyType_Spec sleepers_spec = {"orchard.serving._express.Sleepers", sizeof(Sleeper
 // A ticket's result, and how it is filled
 
 bool announce_plainly(Ticket *self, Sleepers *wave) {
+  Ref outcome(new_ref(self->outcome));
   bool has_outcome =
-      !is_none(self->outcome) && PyTuple_Check(self->outcome) && PyTuple_Size(self->outcome) == 2;
+      !is_none(outcome.get()) && PyTuple_Check(outcome.get()) && PyTuple_Size(outcome.get()) == 2;
   if (!has_outcome || self->condition != nullptr || self->state != known.running) return false;
-  assign(self->result, new_ref(PyTuple_GetItem(self->outcome, 0)));
-  assign(self->exception, new_ref(PyTuple_GetItem(self->outcome, 1)));
+  Ref before(self->result), error_before(self->exception);
+  self->result = new_ref(PyTuple_GetItem(outcome.get(), 0));
+  self->exception = new_ref(PyTuple_GetItem(outcome.get(), 1));
   assign(self->state, new_ref(known.finished));
   assign(self->outcome, nullptr);
   if (wave == nullptr || !self->is_awaited || !add(wave, self)) open_gate(self);
@@ -516,12 +522,13 @@ PyObject *ticket_result(PyObject *object, PyObject *const *args, Py_ssize_t coun
     self->is_awaited = 1;
     Passed passed = Passed::yes;
     if (self->state != known.finished) {
-      passed = wait_for(self->gate, -1);
-      if (passed == Passed::yes) PyThread_release_lock(self->gate);  // for whoever waits as well
+      PyThread_type_lock gate = self->gate;
+      passed = wait_for(gate, -1);
+      if (passed == Passed::yes) PyThread_release_lock(gate);  // for whoever waits as well
     }
     Ref wave(self->wave);
     self->wave = nullptr;
-    if (wave) pass_on(as_sleepers(wave.get()));
+    if (wave && PyObject_TypeCheck(wave.get(), sleepers_type)) pass_on(as_sleepers(wave.get()));
     if (passed != Passed::yes) return nullptr;
   }
   if (self->state == known.finished && is_none(self->exception)) {
@@ -609,9 +616,19 @@ void desk_dealloc(PyObject *object) {
   deallocate(object);
 }
 
+// As many as there can be, where there are more.
+Py_ssize_t sum(Py_ssize_t one, Py_ssize_t other) {
+  Py_ssize_t both;
+  return __builtin_add_overflow(one, other, &both) ? PY_SSIZE_T_MAX : both;
+}
+
+// What a request is counted as while it is in the line.
+Py_ssize_t counted(Py_ssize_t rows) { return rows > 0 ? rows : 1; }
+
 // How many requests are accepted already; -1 with an error.
 Py_ssize_t pending_count(Desk *self) {
-  Ref count(PyObject_GetAttr(self->pending, known.count));
+  Ref pending(new_ref(self->pending));
+  Ref count(pending ? PyObject_GetAttr(pending.get(), known.count) : PyLong_FromLong(0));
   return count ? PyLong_AsSsize_t(count.get()) : -1;
 }
 
@@ -634,16 +651,26 @@ bool is_plain(Ticket *ticket) {
 
 // 1 where a plain ticket is of that kind, -1 with an error.
 int is_of(Ticket *ticket, PyObject *group, int priority) {
-  PyObject *its_own = as_parcel(ticket->parcel)->group;
-  if (ticket->priority != priority || group == nullptr || its_own == nullptr) return 0;
-  return its_own == group ? 1 : PyObject_RichCompareBool(its_own, group, Py_EQ);
+  Ref its_own(new_ref(as_parcel(ticket->parcel)->group)), wanted(new_ref(group));
+  if (ticket->priority != priority || !its_own || !wanted) return 0;
+  return its_own.get() == group ? 1 : PyObject_RichCompareBool(its_own.get(), group, Py_EQ);
+}
+
+// Of more than a few batches most would be looked at again and again. -1 with an error.
+int arrivals_are_few(Desk *self, Py_ssize_t limit) {
+  Py_ssize_t arrived = PyObject_Size(self->arrivals);
+  return arrived < 0 ? -1 : arrived / 4 <= limit;
 }
 
 PyObject *desk_arrivals_are(PyObject *object, PyObject *args) {
   Desk *self = as_desk(object);
   PyObject *group;
   int priority;
-  if (!PyArg_ParseTuple(args, "Oi", &group, &priority) || !is_set_up(self)) return nullptr;
+  Py_ssize_t limit;
+  if (!PyArg_ParseTuple(args, "Oin", &group, &priority, &limit) || !is_set_up(self)) return nullptr;
+  int are_few = arrivals_are_few(self, limit);
+  if (are_few < 0) return nullptr;
+  if (are_few == 0) Py_RETURN_FALSE;
   Ref line(PyObject_GetIter(self->arrivals));
   if (!line) return nullptr;
   for (Ref next(PyIter_Next(line.get())); next; next.take(PyIter_Next(line.get()))) {
@@ -657,16 +684,13 @@ PyObject *desk_arrivals_are(PyObject *object, PyObject *args) {
   Py_RETURN_TRUE;
 }
 
-PyObject *desk_hurried_batch(PyObject *object, PyObject *args) {
-  Desk *self = as_desk(object);
-  Py_ssize_t limit;
-  double now, max_delay;
-  if (!PyArg_ParseTuple(args, "ndd", &limit, &now, &max_delay) || !is_set_up(self)) return nullptr;
-  Py_ssize_t arrived = PyObject_Size(self->arrivals), waiting = PyObject_Size(self->waiting);
-  Py_ssize_t pending = pending_count(self);
-  if (arrived < 0 || waiting < 0 || pending < 0) return nullptr;
-  // Of more than a few batches most would be looked at again and again.
-  if (arrived == 0 || waiting != 0 || pending != 0 || arrived / 4 > limit) Py_RETURN_NONE;
+// The requests at the head of the line that fill a batch, as a new tuple; or the moment when those
+// that there are may run, or None.
+PyObject *hurried_batch(Desk *self, Py_ssize_t limit, double now, double max_delay) {
+  Py_ssize_t waiting = PyObject_Size(self->waiting), pending = pending_count(self);
+  int are_few = arrivals_are_few(self, limit);
+  if (waiting < 0 || pending < 0 || are_few < 0) return nullptr;
+  if (waiting != 0 || pending != 0 || are_few == 0) Py_RETURN_NONE;
   Ref batch(PyList_New(0)), line(PyObject_GetIter(self->arrivals));
   if (!batch || !line) return nullptr;
   Py_ssize_t rows = 0;
@@ -678,51 +702,63 @@ PyObject *desk_hurried_batch(PyObject *object, PyObject *args) {
     if (!is_plain(ticket)) Py_RETURN_NONE;
     if (!first) first.take(new_ref(next.get()));
     Ticket *head = as_ticket(first.get());
+    if (!is_plain(head)) Py_RETURN_NONE;
+    rows = sum(rows, as_parcel(ticket->parcel)->rows);
     int is_alike = is_of(ticket, as_parcel(head->parcel)->group, head->priority);
     if (is_alike < 0) return nullptr;
     if (is_alike == 0) Py_RETURN_NONE;
-    rows += as_parcel(ticket->parcel)->rows;
     is_full = is_full || (ticket != head && rows > limit);
     if (!is_full && PyList_Append(batch.get(), next.get()) < 0) return nullptr;
   }
   if (PyErr_Occurred()) return nullptr;
+  if (!first) Py_RETURN_NONE;
   double due = as_ticket(first.get())->arrival + max_delay;
   return rows >= limit || due <= now ? PyList_AsTuple(batch.get()) : PyFloat_FromDouble(due);
 }
 
-PyObject *desk_begin_hurried(PyObject *object, PyObject *args) {
+PyObject *desk_take_hurried(PyObject *object, PyObject *args) {
   Desk *self = as_desk(object);
-  PyObject *batch;
-  double now;
-  if (!PyArg_ParseTuple(args, "O!d", &PyTuple_Type, &batch, &now) || !is_set_up(self)) {
-    return nullptr;
-  }
-  Py_ssize_t count = PyTuple_Size(batch);
-  Ref parcels(PyList_New(count)), waited(PyList_New(count));
-  if (!parcels || !waited) return nullptr;
+  Py_ssize_t limit;
+  double now, max_delay;
+  if (!PyArg_ParseTuple(args, "ndd", &limit, &now, &max_delay) || !is_set_up(self)) return nullptr;
+  Ref batch(hurried_batch(self, limit, now, max_delay));
+  if (!batch || !PyTuple_Check(batch.get())) return batch.release();
+  Py_ssize_t count = PyTuple_Size(batch.get());
+  Ref parcels(PyList_New(count)), waited(PyList_New(count)), numbers(PyList_New(count));
+  if (!parcels || !waited || !numbers) return nullptr;
+  Ref taken(PyTuple_Pack(3, batch.get(), parcels.get(), waited.get()));
+  if (!taken) return nullptr;
+  // Until here the collector may have come, and code of others with it: one may be cancelled.
   for (Py_ssize_t n = 0; n < count; ++n) {
-    PyObject *request = PyTuple_GetItem(batch, n);
-    if (!is_ticket(request)) return nullptr;
-    Ticket *ticket = as_ticket(request);
-    if (!is_plain(ticket)) {
-      PyErr_SetString(PyExc_RuntimeError, "the batch has changed since it was chosen");
-      return nullptr;
-    }
+    Ticket *ticket = as_ticket(PyTuple_GetItem(batch.get(), n));
+    if (!is_plain(ticket)) Py_RETURN_NONE;
     PyObject *seconds = PyFloat_FromDouble(now - ticket->arrival);
     if (seconds == nullptr || PyList_SetItem(waited.get(), n, seconds) < 0) return nullptr;
+    PyObject *number = PyLong_FromSsize_t(self->last_number + 1 + n);
+    if (number == nullptr || PyList_SetItem(numbers.get(), n, number) < 0) return nullptr;
     if (PyList_SetItem(parcels.get(), n, new_ref(ticket->parcel)) < 0) return nullptr;
-    Ref number(PyLong_FromSsize_t(self->last_number + 1));
-    if (!number || PyObject_SetItem(self->unsettled, number.get(), request) < 0) return nullptr;
+  }
+  // From here on nothing of Python's runs; only memory may be short.
+  for (Py_ssize_t n = 0; n < count; ++n) {
+    PyObject *request = PyTuple_GetItem(batch.get(), n);
+    Ticket *ticket = as_ticket(request);
+    if (PyObject_SetItem(self->unsettled, PyList_GetItem(numbers.get(), n), request) < 0) {
+      return nullptr;
+    }
     ticket->number = ++self->last_number;
     assign(ticket->claimed, new_ref(known.running));
     assign(ticket->state, new_ref(known.running));
     assign(ticket->place, new_ref(known.running_place));
     Ref left(PyObject_CallMethodObjArgs(self->arrivals, known.popleft, nullptr));
     if (!left) return nullptr;
-    Py_ssize_t rows = as_parcel(ticket->parcel)->rows;
-    self->arrived_rows -= rows > 0 ? rows : 1;
+    if (ticket->parcel != nullptr) {
+      self->arrived_rows -= counted(as_parcel(ticket->parcel)->rows);
+    }
   }
-  return PyTuple_Pack(2, parcels.get(), waited.get());
+  Py_ssize_t arrived = PyObject_Size(self->arrivals);
+  if (arrived < 0) return nullptr;
+  if (arrived == 0) self->arrived_rows = 0;
+  return taken.release();
 }
 
 PyMemberDef desk_members[] = {
@@ -743,9 +779,8 @@ PyMemberDef desk_members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 PyMethodDef desk_methods[] = {
-    {"hurried_batch", desk_hurried_batch, METH_VARARGS, nullptr},
+    {"take_hurried", desk_take_hurried, METH_VARARGS, nullptr},
     {"arrivals_are", desk_arrivals_are, METH_VARARGS, nullptr},
-    {"begin_hurried", desk_begin_hurried, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot desk_slots[] = {
@@ -760,12 +795,23 @@ PyType_Spec desk_spec = {"orchard.serving._express.Desk", sizeof(Desk), 0,
 
 struct Entrance {
   PyObject_HEAD PyObject *desk, *runner, *request_type, *learn;
-  // Of the kind of tensor that came last, and how a request of it is made.
-  PyObject *tensor_type, *layout, *shape, *dtype, *device;
-  PyObject *spec, *group, *where, *outside;
-  Py_ssize_t rows;
+  PyObject *pattern;  // of the tensors that come: a tuple, which is replaced and never changed
   int misses;
-  char is_there;
+};
+
+// What a pattern has: what such a tensor is known by, and how a request of it is made.
+enum Part : Py_ssize_t {
+  TYPE,
+  LAYOUT,
+  DTYPE,
+  SHAPE,
+  DEVICE,
+  SPEC,
+  ROWS,
+  GROUP,
+  WHERE,
+  THERE,
+  OUTSIDE
 };
 
 constexpr int patience = 16;  // tensors of other kinds in a row, before that of the last is learnt
@@ -783,31 +829,33 @@ int entrance_init(PyObject *object, PyObject *args, PyObject *) {
     PyErr_SetString(PyExc_TypeError, "the requests' class must be a Ticket");
     return -1;
   }
-  assign(self->desk, new_ref(desk));
-  assign(self->runner, new_ref(runner));
-  assign(self->request_type, new_ref(request_type));
-  assign(self->learn, new_ref(learn));
+  if (self->desk != nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "the entrance is set up already");
+    return -1;
+  }
+  self->desk = new_ref(desk);
+  self->runner = new_ref(runner);
+  self->request_type = new_ref(request_type);
+  self->learn = new_ref(learn);
   self->misses = patience;
   return 0;
 }
 
 int entrance_traverse(PyObject *object, visitproc visit, void *arg) {
   Entrance *self = as_entrance(object);
-  PyObject *fields[] = {self->desk,        self->runner, self->request_type, self->learn,
-                        self->tensor_type, self->layout, self->shape,        self->dtype,
-                        self->device,      self->spec,   self->group,        self->where,
-                        self->outside};
-  for (PyObject *field : fields) Py_VISIT(field);
+  Py_VISIT(self->desk);
+  Py_VISIT(self->runner);
+  Py_VISIT(self->request_type);
+  Py_VISIT(self->learn);
+  Py_VISIT(self->pattern);
   Py_VISIT(Py_TYPE(object));
   return 0;
 }
 
 int entrance_clear(PyObject *object) {
   Entrance *self = as_entrance(object);
-  PyObject **fields[] = {&self->desk,        &self->runner, &self->request_type, &self->learn,
-                         &self->tensor_type, &self->layout, &self->shape,        &self->dtype,
-                         &self->device,      &self->spec,   &self->group,        &self->where,
-                         &self->outside};
+  PyObject **fields[] = {&self->desk, &self->runner, &self->request_type, &self->learn,
+                         &self->pattern};
   for (PyObject **field : fields) assign(*field, nullptr);
   return 0;
 }
@@ -818,76 +866,73 @@ void entrance_dealloc(PyObject *object) {
   deallocate(object);
 }
 
-// 1 where x is of the known kind; -1 with an error.
-int is_known(Entrance *self, PyObject *x) {
-  if (reinterpret_cast<PyObject *>(Py_TYPE(x)) != self->tensor_type) return 0;
+// 1 where x is of that pattern; -1 with an error.
+int is_known(PyObject *pattern, PyObject *x) {
+  if (reinterpret_cast<PyObject *>(Py_TYPE(x)) != PyTuple_GetItem(pattern, TYPE)) return 0;
   Ref layout(PyObject_GetAttr(x, known.layout));
   if (!layout) return -1;
-  if (layout.get() != self->layout) return 0;
+  if (layout.get() != PyTuple_GetItem(pattern, LAYOUT)) return 0;
   Ref dtype(PyObject_GetAttr(x, known.dtype));
   if (!dtype) return -1;
-  if (dtype.get() != self->dtype) return 0;
+  if (dtype.get() != PyTuple_GetItem(pattern, DTYPE)) return 0;
   Ref shape(PyObject_GetAttr(x, known.shape));
-  int is_same = shape ? PyObject_RichCompareBool(shape.get(), self->shape, Py_EQ) : -1;
+  if (!shape) return -1;
+  int is_same = PyObject_RichCompareBool(shape.get(), PyTuple_GetItem(pattern, SHAPE), Py_EQ);
   if (is_same != 1) return is_same;
   Ref device(PyObject_GetAttr(x, known.device));
-  return device ? PyObject_RichCompareBool(device.get(), self->device, Py_EQ) : -1;
+  if (!device) return -1;
+  return PyObject_RichCompareBool(device.get(), PyTuple_GetItem(pattern, DEVICE), Py_EQ);
 }
 
-// Learn what x is an example of; false with an error.
-bool learn_from(Entrance *self, PyObject *x) {
+// The pattern of which x is an example, or None.
+PyObject *learn_from(Entrance *self, PyObject *x) {
   Ref found(PyObject_CallFunctionObjArgs(self->learn, x, nullptr));
-  if (!found) return false;
-  if (found.get() == Py_None) return true;
-  Ref layout(PyObject_GetAttr(x, known.layout)), shape(PyObject_GetAttr(x, known.shape)),
-      dtype(PyObject_GetAttr(x, known.dtype)), device(PyObject_GetAttr(x, known.device));
-  if (!layout || !shape || !dtype || !device) return false;
-  PyObject *spec, *group, *where, *outside;
-  Py_ssize_t rows;
-  int is_there;
-  if (!PyArg_ParseTuple(found.get(), "OnOOpO", &spec, &rows, &group, &where, &is_there, &outside)) {
-    return false;
+  if (!found || found.get() == Py_None) return found.release();
+  PyObject *spec, *rows, *group, *where, *is_there, *outside;
+  if (!PyArg_ParseTuple(found.get(), "OO!OOO!O", &spec, &PyLong_Type, &rows, &group, &where,
+                        &PyBool_Type, &is_there, &outside)) {
+    return nullptr;
   }
-  // No call comes between these that may end in this function again.
-  PyObject **fields[] = {&self->tensor_type, &self->layout, &self->shape,
-                         &self->dtype,       &self->device, &self->spec,
-                         &self->group,       &self->where,  &self->outside};
-  PyObject *values[] = {reinterpret_cast<PyObject *>(Py_TYPE(x)),
-                        layout.get(),
-                        shape.get(),
-                        dtype.get(),
-                        device.get(),
-                        spec,
-                        group,
-                        where,
-                        outside};
-  constexpr size_t count = sizeof(fields) / sizeof(*fields);
-  PyObject *before[count];
-  for (size_t n = 0; n < count; ++n) {
-    before[n] = *fields[n];
-    *fields[n] = new_ref(values[n]);
-  }
-  self->rows = rows;
-  self->is_there = static_cast<char>(is_there);
-  self->misses = 0;
-  for (PyObject *each : before) Py_XDECREF(each);
-  return true;
+  Ref layout(PyObject_GetAttr(x, known.layout)), dtype(PyObject_GetAttr(x, known.dtype)),
+      shape(PyObject_GetAttr(x, known.shape)), device(PyObject_GetAttr(x, known.device));
+  if (!layout || !dtype || !shape || !device) return nullptr;
+  return PyTuple_Pack(11, Py_TYPE(x), layout.get(), dtype.get(), shape.get(), device.get(), spec,
+                      rows, group, where, is_there, outside);
 }
 
-// A parcel for x, which is of the known kind.
-PyObject *wrap(Entrance *self, PyObject *x) {
-  Ref outside(self->outside == Py_None ? new_ref(Py_None) : PyObject_CallNoArgs(self->outside));
+// The pattern that x is of, or None; it is learnt where others came too often.
+PyObject *pattern_of(Entrance *self, PyObject *x) {
+  Ref pattern(new_ref(self->pattern == nullptr ? Py_None : self->pattern));
+  int is_of_it = pattern.get() == Py_None ? 0 : is_known(pattern.get(), x);
+  if (is_of_it < 0) return nullptr;
+  if (is_of_it == 0 && self->misses < patience) {
+    ++self->misses;
+    Py_RETURN_NONE;
+  }
+  self->misses = 0;
+  if (is_of_it == 1) return pattern.release();
+  pattern.take(learn_from(self, x));
+  if (!pattern || pattern.get() == Py_None) return pattern.release();
+  assign(self->pattern, new_ref(pattern.get()));
+  return pattern.release();
+}
+
+// A parcel for x, which is of that pattern.
+PyObject *wrap(PyObject *pattern, PyObject *x) {
+  PyObject *tell = PyTuple_GetItem(pattern, OUTSIDE);
+  Ref outside(tell == Py_None ? new_ref(tell) : PyObject_CallNoArgs(tell));
   if (!outside) return nullptr;
   Ref leaves(PyTuple_Pack(1, x)), object(allocate(parcel_type));
   if (!leaves || !object) return nullptr;
   Parcel *parcel = as_parcel(object.get());
+  parcel->rows = PyLong_AsSsize_t(PyTuple_GetItem(pattern, ROWS));
+  if (parcel->rows == -1 && PyErr_Occurred()) return nullptr;
   parcel->leaves = leaves.release();
-  parcel->spec = new_ref(self->spec);
-  parcel->group = new_ref(self->group);
-  parcel->device = new_ref(self->where);
+  parcel->spec = new_ref(PyTuple_GetItem(pattern, SPEC));
+  parcel->group = new_ref(PyTuple_GetItem(pattern, GROUP));
+  parcel->device = new_ref(PyTuple_GetItem(pattern, WHERE));
   parcel->outside = outside.release();
-  parcel->rows = self->rows;
-  parcel->is_there = self->is_there;
+  parcel->is_there = PyTuple_GetItem(pattern, THERE) == Py_True;
   return object.release();
 }
 
@@ -904,13 +949,14 @@ int has_space(Desk *desk) {
 int leave(Desk *desk, PyObject *request, Py_ssize_t rows) {
   int fits = has_space(desk);
   if (fits != 1) return fits;
-  Ref now(PyObject_CallNoArgs(desk->now));
+  Ref clock(new_ref(desk->now == nullptr ? Py_None : desk->now));
+  Ref now(PyObject_CallNoArgs(clock.get()));
   double arrival = now ? PyFloat_AsDouble(now.get()) : -1.0;
   if (arrival == -1.0 && PyErr_Occurred()) return -1;
   as_ticket(request)->arrival = arrival;
   Ref appended(PyObject_CallMethodObjArgs(desk->arrivals, known.append, request, nullptr));
   if (!appended) return -1;
-  desk->arrived_rows += rows > 0 ? rows : 1;
+  desk->arrived_rows = sum(desk->arrived_rows, counted(rows));
   if (desk->arrived_rows >= desk->alarm) {
     Ref notified(PyObject_CallMethodObjArgs(desk->work, known.notify, nullptr));
     if (!notified) return -1;
@@ -919,34 +965,27 @@ int leave(Desk *desk, PyObject *request, Py_ssize_t rows) {
   return 1;
 }
 
-// Let no one wait for a request that its submitter will not see. The error stays as it is.
-void withdraw(PyObject *request) {
-  PyObject *kind, *error, *trace;
-  PyErr_Fetch(&kind, &error, &trace);
-  Ref cancelled(PyObject_CallMethodObjArgs(request, known.cancel, nullptr));
-  if (!cancelled) PyErr_WriteUnraisable(request);
-  PyErr_Restore(kind, error, trace);
-}
-
-PyObject *entrance_submit(PyObject *object, PyObject *x) {
+PyObject *entrance_submit(PyObject *object, PyObject *args) {
   Entrance *self = as_entrance(object);
-  Desk *desk = as_desk(self->desk);
+  PyObject *x, *mine;
+  if (!PyArg_ParseTuple(args, "OO!", &x, &PyList_Type, &mine)) return nullptr;
+  Ref held(new_ref(self->desk));
+  Desk *desk = as_desk(held.get());
   if (desk == nullptr) PyErr_SetString(PyExc_RuntimeError, "the entrance is not set up");
   if (desk == nullptr || !is_set_up(desk)) return nullptr;
-  if (desk->closed || desk->forked) Py_RETURN_NONE;
-  int is_of_kind = self->tensor_type == nullptr ? 0 : is_known(self, x);
-  if (is_of_kind == 0 && ++self->misses > patience) {
-    self->misses = 0;
-    if (!learn_from(self, x)) return nullptr;
-    is_of_kind = self->tensor_type == nullptr ? 0 : is_known(self, x);
+  if (desk->closed || desk->forked) Py_RETURN_FALSE;
+  Ref pattern(pattern_of(self, x));
+  if (!pattern && PyErr_ExceptionMatches(PyExc_Exception)) {
+    PyErr_Clear();  // what is wrong with x is said on the usual way
+    Py_RETURN_FALSE;
   }
-  if (is_of_kind < 0) PyErr_Clear();  // what is wrong with x is said on the usual way
-  if (is_of_kind != 1) Py_RETURN_NONE;
-  self->misses = 0;
-  Ref inside(PyObject_CallNoArgs(desk->is_inside));
+  if (!pattern) return nullptr;
+  if (pattern.get() == Py_None) Py_RETURN_FALSE;
+  Ref is_inside(new_ref(desk->is_inside == nullptr ? Py_None : desk->is_inside));
+  Ref inside(PyObject_CallNoArgs(is_inside.get()));
   if (!inside) return nullptr;
-  if (inside.get() != Py_False) Py_RETURN_NONE;
-  Ref parcel(wrap(self, x));
+  if (inside.get() != Py_False) Py_RETURN_FALSE;
+  Ref parcel(wrap(pattern.get(), x));
   if (!parcel) return nullptr;
   Py_ssize_t rows = as_parcel(parcel.get())->rows;
   Ref request(ticket_new(reinterpret_cast<PyTypeObject *>(self->request_type), nullptr, nullptr));
@@ -954,25 +993,20 @@ PyObject *entrance_submit(PyObject *object, PyObject *x) {
   Ticket *ticket = as_ticket(request.get());
   ticket->parcel = parcel.release();
   ticket->runner = new_ref(self->runner);
-  ticket->owner = new_ref(self->desk);
+  ticket->owner = new_ref(held.get());
   Ref lock(new_ref(desk->lock));  // a fork makes another
   Ref locked(PyObject_CallMethodObjArgs(lock.get(), known.acquire, nullptr));
   if (!locked) return nullptr;
-  int is_left = leave(desk, request.get(), rows);
+  int is_left = PyList_Append(mine, request.get()) < 0 ? -1 : leave(desk, request.get(), rows);
   PyObject *kind, *error, *trace;
   PyErr_Fetch(&kind, &error, &trace);
   Ref unlocked(PyObject_CallMethodObjArgs(lock.get(), known.release, nullptr));
   PyErr_Restore(kind, error, trace);
-  if (is_left < 0) {
-    withdraw(request.get());
-    return nullptr;
-  }
-  if (is_left == 0) Py_RETURN_NONE;
-  return request.release();
+  return is_left < 0 ? nullptr : PyBool_FromLong(is_left);
 }
 
 PyMethodDef entrance_methods[] = {
-    {"submit", entrance_submit, METH_O, nullptr},
+    {"submit", entrance_submit, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot entrance_slots[] = {
@@ -1054,16 +1088,18 @@ bool intern(PyObject *&name, const char *text) {
 
 bool learn_names() {
   return intern(known.acquire, "acquire") && intern(known.append, "append") &&
-         intern(known.cancel, "cancel") && intern(known.count, "count") &&
-         intern(known.device, "device") && intern(known.dtype, "dtype") &&
-         intern(known.layout, "layout") && intern(known.notify, "notify") &&
-         intern(known.popleft, "popleft") && intern(known.release, "release") &&
-         intern(known.shape, "shape") && intern(known.slow_result, "_slow_result");
+         intern(known.count, "count") && intern(known.device, "device") &&
+         intern(known.dtype, "dtype") && intern(known.layout, "layout") &&
+         intern(known.notify, "notify") && intern(known.popleft, "popleft") &&
+         intern(known.release, "release") && intern(known.shape, "shape") &&
+         intern(known.slow_result, "_slow_result");
 }
 
+// Anew each time: where orchard was imported again, these are others.
 bool learn_value(PyObject *&value, PyObject *from, const char *name) {
-  if (value == nullptr) value = PyObject_GetAttrString(from, name);
-  return value != nullptr;
+  PyObject *found = PyObject_GetAttrString(from, name);
+  if (found != nullptr) assign(value, found);
+  return found != nullptr;
 }
 
 bool learn_values() {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from orchard.serving.tickets import Place
 
 OnFull = Literal["wait", "raise", "drop-oldest"]
 Collate = Literal["cat", "pad"] | tuple[Callable[[list[Any]], Any], Callable[[Any, list[Any]], Any]]
+_MOST = sys.maxsize  # that is counted
 _LONGEST = threading.TIMEOUT_MAX / 2  # seconds that a thread can wait for another
 _ON_FULL = ("wait", "raise", "drop-oldest")
 
@@ -101,7 +103,8 @@ class BatchQueue:
             allow_training=allow_training,
             one_core=self._one_core,
         )
-        self._core = QueueCore(Limits(max_batch, max_delay, max_pending, on_full), clock or Clock())
+        limits = Limits(min(max_batch, _MOST), max_delay, min(max_pending, _MOST), on_full)
+        self._core = QueueCore(limits, clock or Clock())
         self._entrance = Entrance(self._core, self._runner, Request, self._runner.pattern)
         self._log = None if log_every is None else _log(self._core, log_every)
         self._abandon = weakref.finalize(self, _abandon, self._core, self._log, self._one_core)
@@ -130,9 +133,14 @@ class BatchQueue:
         if self._one_core is not None:
             self._one_core.join()
         if deadline is None and type(priority) is int and priority == 0:
-            hurried = self._entrance.submit(x)
-            if hurried is not None:
-                return hurried
+            mine: list[Request] = []
+            try:
+                if self._entrance.submit(x, mine):
+                    return mine[0]
+            except BaseException:  # the caller will never see the future
+                for request in mine:
+                    request.cancel()
+                raise
         request = self._request(x, deadline, priority)
         try:
             self._core.submit(request, deadline)

@@ -107,21 +107,26 @@ class BatchRunner:
         """A request taken apart, with where it comes from; called by the submitter."""
         parcel = self._batching.parcel(tree)
         self._place(parcel)
-        if parcel.device is not None and (parcel.is_there or parcel.device.type == "cuda"):
-            parcel.outside = self._entry(parcel.device).outside()
+        outside = self._outside(parcel)
+        if outside is not None:
+            parcel.outside = outside()
         return parcel
+
+    def _outside(self, parcel: Parcel) -> Callable[[], Hashable] | None:
+        """What tells where the submitter of such a parcel queues its work, and waits if need be."""
+        if parcel.device is not None and (parcel.is_there or parcel.device.type == "cuda"):
+            return self._entry(parcel.device).outside
+        return None
 
     def pattern(self, x: Any) -> tuple[Any, ...] | None:
         """What parcels of tensors like x have in common, if x is a plain tensor: structure, rows,
-        group, device, whether it is there, and what tells where its submitter queues work.
+        group, device, whether it is there, and `_outside`.
         """
         if type(x) is not Tensor or not isinstance(self._batching, Concatenation) or not x.dim():
             return None
-        parcel = self.parcel(x)
-        outside = None
-        if parcel.outside is not None and parcel.device is not None:
-            outside = self._entry(parcel.device).outside
-        return parcel.spec, parcel.rows, parcel.group, parcel.device, parcel.is_there, outside
+        it = self._batching.parcel(x)
+        self._place(it)
+        return it.spec, it.rows, it.group, it.device, it.is_there, self._outside(it)
 
     def _place(self, parcel: Parcel) -> None:
         """Find the one device other than the CPU that the request needs, if it needs one."""

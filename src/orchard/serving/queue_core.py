@@ -49,8 +49,7 @@ _RECOVERY = 16  # batches in a row without running out of memory, before the lim
 class Clock:
     """Where a queue's time comes from."""
 
-    def now(self) -> float:
-        return time.monotonic()
+    now: Callable[[], float] = staticmethod(time.monotonic)
 
     def wait_until(self, condition: threading.Condition, moment: float | None) -> None:
         """Wait on a condition whose lock is held, at the longest until `moment`."""
@@ -117,7 +116,7 @@ class QueueCore(Desk):
     def __init__(self, limits: Limits, clock: Clock) -> None:
         self._limits = limits
         self._clock = clock
-        self._now = time.monotonic if type(clock) is Clock else clock.now
+        self._now = clock.now
         self._max_pending = limits.max_pending
         self._pending = Pending()
         self._arrivals: deque[Request] = deque()  # submitted; the next change looks at them
@@ -193,6 +192,8 @@ class QueueCore(Desk):
         self._pending, self._deadlines = Pending(), Deadlines()
         self._waiting = OrderedDict()
         self._unannounced.clear()
+        rows = sum(each.parcel.rows or 1 for each in self._arrivals if not each.number)
+        self._arrived_rows = min(rows, _NEVER)
         for number, request in list(self._unsettled.items()):
             request.number = number
             if request.place is Place.SETTLED:
@@ -210,7 +211,11 @@ class QueueCore(Desk):
     def _announce(self, settled: list[Request], wave: Wave | None = None) -> None:
         if not settled:
             return
-        for request in announce_each(settled, wave):
+        try:
+            others = announce_each(settled, wave)
+        except MemoryError:
+            others = settled  # those that are announced already only stay so
+        for request in others:
             try:
                 request.announce(wave)
             except BaseException as error:  # Ctrl-C, where the main thread announces
@@ -274,8 +279,9 @@ class QueueCore(Desk):
             is_open = not self._closed and not self._forked
             if is_open and deadline is None and not self._waiting and self._has_space():
                 request.arrival = self._now()
+                # First: what is counted and did not come wakes a worker too often, not too seldom.
+                self._arrived_rows = min(self._arrived_rows + (request.parcel.rows or 1), _NEVER)
                 self._arrivals.append(request)
-                self._arrived_rows += request.parcel.rows or 1
                 if self._arrived_rows >= self._alarm:
                     self._work.notify()
                     self._alarm = _NEVER
@@ -320,16 +326,20 @@ class QueueCore(Desk):
         request.number = self._last_number
 
     def _receive(self, enough: int = _NEVER) -> None:
-        """Accept what has arrived, until a group has `enough` rows. Each stays in its line until
-        that is done; one that was registered already is of a change that was broken off.
+        """Accept what has arrived, until one has made its group have `enough` rows. Each stays in
+        its line until that is done; one that was registered already is of a change that was broken
+        off.
         """
-        while self._arrivals and self._pending.largest < enough:
+        rows = 0
+        while self._arrivals and rows < enough:
             request = self._arrivals[0]
+            counted = 0
             if not request.number:
+                counted = request.parcel.rows or 1
                 self._register(request)
-                self._accept(request)
+                rows = self._accept(request)
             self._arrivals.popleft()
-            self._arrived_rows -= request.parcel.rows or 1
+            self._arrived_rows = max(self._arrived_rows - counted, 0)
         if not self._arrivals:
             self._arrived_rows = 0
 
@@ -354,15 +364,17 @@ class QueueCore(Desk):
         while self._waiting and self._pending.count < self._limits.max_pending:
             self._accept(self._waiting.popitem(last=False)[1])
 
-    def _accept(self, request: Request) -> None:
+    def _accept(self, request: Request) -> int:
+        """Take it in; the rows that its group has now."""
         request.place = Place.PENDING
         if request.admission is not None:
             request.admission.set()
         rows = self._pending.add(request)
-        self._alarm -= request.parcel.rows
+        self._alarm = max(self._alarm - request.parcel.rows, 0)
         # Others of its group have set a timer; a worker is needed for the first and the last.
         if rows == request.parcel.rows or rows >= self._limit:
             self._work.notify()
+        return rows
 
     def await_admission(self, request: Request) -> None:
         """Block while the request is held back; not in a thread that would have to make space."""
@@ -484,7 +496,10 @@ class QueueCore(Desk):
                 self._begin_change(settled, looks=False)
                 # Those that come after all others anyway are left where they are quickly taken.
                 kind = self._pending.only_kind()
-                self._receive(self._limit if kind and self.arrivals_are(*kind) else _NEVER)
+                if not kind or not self.arrivals_are(*kind, self._limit):
+                    self._receive()
+                elif self._pending.largest < self._limit:
+                    self._receive(self._limit)
                 self._expire(settled)
                 if self._dismissed:
                     self._close_out(self._idle_requests(), settled, "the queue was closed")
@@ -507,7 +522,8 @@ class QueueCore(Desk):
                 worker.batch = tuple(request for request in taken if self._begin(request, settled))
                 self._record.queue_seconds.extend(now - r.arrival for r in worker.batch)
                 self._admit()
-                if self._pending:  # the thread that watched the rest may have been this one
+                # The thread that watched the rest may have been this one.
+                if self._pending or self._arrivals:
                     self._work.notify()
                 self._set_alarm()
                 self._end_change(settled)
@@ -519,19 +535,18 @@ class QueueCore(Desk):
         """A batch of what has just arrived, where nothing else is there to be looked at; or when
         there will be one, as far as that is known.
         """
-        now = self._now()
-        batch = self.hurried_batch(self._limit, now, self._limits.max_delay)
-        if not isinstance(batch, tuple):
-            return batch
         self._torn = True
-        worker.batch = batch
-        parcels, waited = self.begin_hurried(batch, now)
-        self._record.queue_seconds.extend(waited)
-        if self._arrivals:
-            self._work.notify()
-        self._set_alarm()
+        taken = self.take_hurried(self._limit, self._now(), self._limits.max_delay)
+        if isinstance(taken, tuple):
+            worker.batch, parcels, waited = taken
+            self._record.queue_seconds.extend(waited)
+            if self._arrivals:
+                self._work.notify()
+            self._set_alarm()
+            self._torn = False
+            return Load(worker.batch[0].runner, parcels)
         self._torn = False
-        return Load(batch[0].runner, parcels)
+        return taken
 
     def _sleep(self, moment: float | None, enough: int | None = None) -> None:
         """Wait for work, at the longest until `moment`, or until `enough` rows have arrived."""

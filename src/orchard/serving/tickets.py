@@ -235,24 +235,18 @@ class Desk:
     is quicker than the usual way.
     """
 
-    def hurried_batch(
+    def take_hurried(
         self, limit: int, now: float, max_delay: float
-    ) -> tuple[Request, ...] | float | None:
-        """What may run at once, up to `limit` rows, in order; or, where that is too little, the
-        moment when it may. None where not all that there is has just arrived and is of one kind.
-        Nothing is changed yet.
+    ) -> tuple[tuple[Request, ...], list[Parcel], list[float]] | float | None:
+        """Let run what may at once, up to `limit` rows, in order: the requests, their parcels, and
+        how long they have waited; or, where that is too little, the moment when it may. None where
+        not all that there is has just arrived, is of one kind and still wanted.
         """
         return None
 
-    def arrivals_are(self, group: Hashable, priority: int) -> bool:
-        """Whether all that has arrived is of that kind, and was not cancelled."""
+    def arrivals_are(self, group: Hashable, priority: int, limit: int) -> bool:
+        """Whether all that has arrived is of that kind and still wanted, and not many batches."""
         return False
-
-    def begin_hurried(
-        self, batch: tuple[Request, ...], now: float
-    ) -> tuple[list[Parcel], list[float]]:
-        """Let it run: the requests' parcels, and how long they have waited."""
-        raise NotImplementedError
 
 
 class Entrance:
@@ -267,9 +261,11 @@ class Entrance:
     ) -> None:
         pass
 
-    def submit(self, x: object) -> Request | None:
-        """The request, if it could be accepted at once; else nothing has happened."""
-        return None
+    def submit(self, x: object, mine: list[Request]) -> bool:
+        """Whether it could be accepted at once. The request is among `mine` before it is, so that
+        one whose submitter is interrupted can be withdrawn.
+        """
+        return False
 
 
 def settle_each(batch: Sequence[Ticket], outcomes: Sequence[Outcome], settled: list[Any]) -> int:
