@@ -751,9 +751,8 @@ PyObject *desk_take_hurried(PyObject *object, PyObject *args) {
     assign(ticket->place, new_ref(known.running_place));
     Ref left(PyObject_CallMethodObjArgs(self->arrivals, known.popleft, nullptr));
     if (!left) return nullptr;
-    if (ticket->parcel != nullptr) {
-      self->arrived_rows -= counted(as_parcel(ticket->parcel)->rows);
-    }
+    Py_ssize_t rows = ticket->parcel == nullptr ? 1 : counted(as_parcel(ticket->parcel)->rows);
+    self->arrived_rows = self->arrived_rows > rows ? self->arrived_rows - rows : 0;
   }
   Py_ssize_t arrived = PyObject_Size(self->arrivals);
   if (arrived < 0) return nullptr;
