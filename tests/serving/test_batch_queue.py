@@ -1433,6 +1433,69 @@ def test_cuda_results_are_lent_to_every_stream_that_asked() -> None:
 
 @pytest.mark.cuda
 @needs_cuda
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_cuda_results_of_one_stream(is_busy: bool) -> None:
+    """They are read while others are answered, on a stream that rests meanwhile or not."""
+    stream = torch.cuda.Stream()
+    means = []
+    with (
+        BatchQueue(lambda x: x * 2, device="cuda", max_batch=2, max_delay=60) as queue,
+        torch.cuda.stream(stream),
+    ):
+        for n in range(40):
+            futures = [queue.submit(torch.full((1, 1 << 20), n + k / 2)) for k in range(2)]
+            for future in futures:
+                result = future.result(PATIENCE)
+                if is_busy:
+                    torch.cuda._sleep(20_000_000)
+                means.append(result.mean())
+                del result
+    torch.cuda.synchronize()
+    assert [x.item() for x in means] == [2.0 * n + k for n in range(40) for k in range(2)]
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_cuda_results_are_not_written_where_their_reader_still_reads() -> None:
+    """Memory that it has dropped, and that what it has queued will still use."""
+    stream = torch.cuda.Stream()
+    means = []
+    with BatchQueue(lambda x: x * 2, device="cuda", max_delay=0) as queue:
+        with torch.cuda.stream(stream):
+            torch.full((1, 1 << 20), 1.0, device="cuda")  # memory of this stream's
+        queue.submit(torch.ones(1, 1 << 20)).result(PATIENCE)
+        torch.cuda.synchronize()
+        for n in range(20):
+            with torch.cuda.stream(stream):
+                x = torch.full((1, 1 << 20), 100.0 + n, device="cuda")
+                torch.cuda._sleep(40_000_000)
+                means.append(x.mean())
+                del x
+                result = queue.submit(torch.full((1, 1 << 20), 1.0)).result(PATIENCE)
+                means.append(result.mean())
+                del result
+    torch.cuda.synchronize()
+    assert [x.item() for x in means] == [v for n in range(20) for v in (100.0 + n, 2.0)]
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_cuda_results_lie_in_memory_of_the_stream_that_asked() -> None:
+    """So dropping one gives it back there at once, with nothing to be waited for."""
+    stream = torch.cuda.Stream()
+    queue = BatchQueue(lambda x: x * 2, device="cuda", max_delay=0)
+    with queue, torch.cuda.stream(stream):
+        for _ in range(3):
+            stream.synchronize()
+            result = queue.submit(torch.ones(1, 1 << 20)).result(PATIENCE)
+            where = result.data_ptr()
+            del result
+            others = [torch.empty(1, 1 << 20, device="cuda") for _ in range(8)]
+            assert where in [each.data_ptr() for each in others]
+
+
+@pytest.mark.cuda
+@needs_cuda
 def test_cuda_moves_batches_to_the_device() -> None:
     model = nn.Linear(3, 2, device="cuda").eval()
     with BatchQueue(model, device="cuda") as queue:

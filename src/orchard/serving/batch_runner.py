@@ -221,21 +221,19 @@ class BatchRunner:
         """The requests' tensors are held until their work is done, so no lane has to be told."""
         for outside in {parcel.outside for parcel in parcels if parcel.is_there}:
             lane.follow(outside)
+        outsides = set(map(_outside, parcels))
+        home = lane.home(*outsides) if len(outsides) == 1 else None
         try:
-            results = self._batching.run(self._function, parcels, self._moves_to)
+            results = self._batching.run(self._function, parcels, self._moves_to, home)
         except BaseException:
             with suppress(RuntimeError):  # the first error says more
                 lane.synchronize()
             raise
         lane.synchronize()
-        lent: dict[Hashable, list[Any]] = {outside: [] for outside in map(_outside, parcels)}
-        if len(lent) == 1:
-            lent = dict.fromkeys(lent, results)
-        else:
-            for result, parcel in zip(results, parcels, strict=True):
-                lent[parcel.outside].append(result)
-        for outside, theirs in lent.items():
-            lane.lend(chain.from_iterable(map(_tensors_of, theirs)), outside)
+        if home is None or home.is_left:
+            for outside in outsides:
+                theirs = (r for r, p in zip(results, parcels, strict=True) if p.outside == outside)
+                lane.lend(chain.from_iterable(map(_tensors_of, theirs)), outside)
         return results
 
     def _await(self, results: list[Any]) -> None:

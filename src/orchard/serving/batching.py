@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from orchard.errors import ArgumentTypeError, ArgumentValueError
 from orchard.serving.express import Parcel
+from orchard.serving.lanes import Home
 
 Function = Callable[..., Any]
 _KINDS_REMEMBERED = 1024
@@ -33,9 +34,15 @@ class Batching(Protocol):
         ...
 
     def run(
-        self, function: Function, parcels: Sequence[Parcel], device: torch.device | None
+        self,
+        function: Function,
+        parcels: Sequence[Parcel],
+        device: torch.device | None,
+        home: Home | None = None,
     ) -> list[Any]:
-        """One call for all parcels, on `device` if given; a result for each, in order."""
+        """One call for all parcels, on `device` if given; a result for each, in order, at `home` if
+        given.
+        """
         ...
 
     def positions(self, parcels: Sequence[Parcel]) -> tuple[int, int]:
@@ -75,14 +82,18 @@ class Concatenation:
         return Parcel(tuple(leaves), spec, rows, group)
 
     def run(
-        self, function: Function, parcels: Sequence[Parcel], device: torch.device | None
+        self,
+        function: Function,
+        parcels: Sequence[Parcel],
+        device: torch.device | None,
+        home: Home | None = None,
     ) -> list[Any]:
         columns = zip(*(parcel.leaves for parcel in parcels), strict=True)
         batch = [torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns]
         leaves, spec = _flat(function(_moved(tree_unflatten(batch, parcels[0].spec), device)))
         rows = list(map(_rows, parcels))
         _check_rows(leaves, sum(rows))
-        return _dealt(leaves, spec, rows)
+        return _dealt(leaves, spec, rows, home=home)
 
     def positions(self, parcels: Sequence[Parcel]) -> tuple[int, int]:
         rows = sum(map(_rows, parcels))
@@ -111,14 +122,18 @@ class Padding:
         return Parcel(tuple(leaves), spec, rows, self._kinds.number(spec, *kinds), length)
 
     def run(
-        self, function: Function, parcels: Sequence[Parcel], device: torch.device | None
+        self,
+        function: Function,
+        parcels: Sequence[Parcel],
+        device: torch.device | None,
+        home: Home | None = None,
     ) -> list[Any]:
         leaves, spec = self._call(function, parcels, device)
         lengths = [parcel.length for parcel in parcels]
         keeps = [False] * len(leaves)
         if min(lengths) != max(lengths):
             keeps = self._known_kept(function, parcels, device, leaves)
-        return _dealt(leaves, spec, [parcel.rows for parcel in parcels], keeps, lengths)
+        return _dealt(leaves, spec, list(map(_rows, parcels)), keeps, lengths, home)
 
     def positions(self, parcels: Sequence[Parcel]) -> tuple[int, int]:
         longest = max(parcel.length for parcel in parcels)
@@ -217,8 +232,14 @@ class CallablePair:
         return Parcel(tuple(leaves), spec, sizes.pop() if len(sizes) == 1 else 1, None)
 
     def run(
-        self, function: Function, parcels: Sequence[Parcel], device: torch.device | None
+        self,
+        function: Function,
+        parcels: Sequence[Parcel],
+        device: torch.device | None,
+        home: Home | None = None,
     ) -> list[Any]:
+        if home is not None:
+            home.is_left = True
         requests = [tree_unflatten(parcel.leaves, parcel.spec) for parcel in parcels]
         results = list(
             self._split(function(_moved(self._collate(requests), device)), list(requests))
@@ -330,18 +351,28 @@ def _check_rows(leaves: Sequence[Any], rows: int) -> None:
         )
 
 
-def _cut(leaf: Tensor, rows: list[int]) -> Sequence[Tensor]:
+def _cut(leaf: Tensor, rows: list[int], home: Home | None = None) -> Sequence[Tensor]:
     """So many rows after so many, each in memory of its own."""
-    parts: Sequence[Tensor]
-    if leaf.is_cuda and is_cut_at_once(leaf, rows):
-        # Into memory that is there with one kernel, else with one for each. That memory is cheaper
-        # to take after the pattern of another tensor than after a list of sizes.
-        patterns = {count: leaf[:count] for count in set(rows)}
-        parts = [torch.empty_like(patterns[count]) for count in rows]
-        torch.ops.aten.split_with_sizes_copy.out(leaf, rows, out=parts)
+    if not leaf.is_cuda or not is_cut_at_once(leaf, rows):
+        if home is not None:
+            home.is_left = True
+        parts: Sequence[Tensor] = torch.ops.aten.split_with_sizes_copy(leaf, rows)
+        return parts
+    # Into memory that is there with one kernel, else with one for each. That memory is cheaper
+    # to take after the pattern of another tensor than after a list of sizes.
+    patterns = {count: leaf[:count] for count in set(rows)}
+
+    def make() -> list[Tensor]:
+        return [torch.empty_like(patterns[count]) for count in rows]
+
+    if home is not None and home.device == leaf.device:
+        made = home.make(make)
     else:
-        parts = torch.ops.aten.split_with_sizes_copy(leaf, rows)
-    return parts
+        made = make()
+        if home is not None:
+            home.is_left = True
+    torch.ops.aten.split_with_sizes_copy.out(leaf, rows, out=made)
+    return made
 
 
 def is_cut_at_once(leaf: Tensor, rows: list[int]) -> bool:
@@ -363,6 +394,7 @@ def _dealt(
     rows: list[int],
     keeps: Sequence[bool] = (),
     lengths: Sequence[int] = (),
+    home: Home | None = None,
 ) -> list[Any]:
     """Each owner's rows of each leaf, cut to its length if kept, in memory of its own."""
     columns: list[Sequence[Any]] = []
@@ -370,10 +402,12 @@ def _dealt(
         if leaf is None:
             columns.append([None] * len(rows))
         elif keeps and keeps[n]:
+            if home is not None:
+                home.is_left = True
             parts = zip(leaf.split(rows), lengths, strict=True)
             columns.append([part[:, :length].clone() for part, length in parts])
         else:
-            columns.append(_cut(leaf, rows))
+            columns.append(_cut(leaf, rows, home))
     if spec == _LEAF:
         return list(columns[0])
     return [tree_unflatten([column[n] for column in columns], spec) for n in range(len(rows))]
