@@ -29,6 +29,7 @@ from orchard.serving.lanes import Lane
 from orchard.serving.requests import Request
 from orchard.serving.stream_pool import StreamPool
 from orchard.serving.tickets import Outcome, Place
+from orchard.testing.serving_load import closed_loop, triple_and_one
 
 PATIENCE = 60.0
 compiled = pytest.mark.skipif(not IS_COMPILED, reason="the extension was not built, or is left out")
@@ -394,32 +395,13 @@ def takes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-def closed_loop(queue: BatchQueue, threads: int, rounds: int) -> None:
-    wrong: list[str] = []
-
-    def client(n: int) -> None:
-        for turn in range(rounds):
-            x = torch.tensor([[float(n), float(turn)]])
-            got = queue.submit(x).result()
-            if not torch.equal(got, x * 3 + 1):
-                wrong.append(f"{x} gave {got}")
-
-    clients = [threading.Thread(target=client, args=(n,), daemon=True) for n in range(threads)]
-    for each in clients:
-        each.start()
-    for each in clients:
-        each.join(PATIENCE)
-        assert not each.is_alive()
-    assert wrong == []
-
-
 @compiled
 @pytest.mark.parametrize("workers", [1, 2])
 def test_batches_are_taken_in_a_hurry_again_after_something_else(
     takes: list[bool], workers: int
 ) -> None:
     """Twice as many clients as a batch has rows: some always wait."""
-    with BatchQueue(lambda x: x * 3 + 1, max_batch=4, max_delay=0.05, workers=workers) as queue:
+    with BatchQueue(triple_and_one, max_batch=4, max_delay=0.05, workers=workers) as queue:
         closed_loop(queue, 8, 50)
         assert sum(takes) > 0.9 * len(takes)
         for disturb in (
@@ -446,7 +428,7 @@ def test_batches_are_taken_in_a_hurry_again_after_something_else(
 def test_tensors_of_several_kinds(kinds: int) -> None:
     """Each learns anew after a while what the others have made it forget."""
     shapes = [(1, 2), (2, 2), (1, 3)][:kinds]
-    with BatchQueue(lambda x: x * 3 + 1, max_batch=8, max_delay=0) as queue:
+    with BatchQueue(triple_and_one, max_batch=8, max_delay=0) as queue:
         for turn in range(60):
             x = torch.full(shapes[turn // 20 % kinds], float(turn))
             assert torch.equal(queue.submit(x).result(PATIENCE), x * 3 + 1)

@@ -17,6 +17,7 @@ from orchard.serving.batch_queue import BatchQueue
 from orchard.serving.express import IS_COMPILED
 from orchard.serving.requests import Request, Wave
 from orchard.serving.tickets import Outcome
+from orchard.testing.serving_load import closed_loop, triple_and_one
 
 PATIENCE = 60.0
 needs_gil = pytest.mark.skipif(not tickets._HAS_GIL, reason="without a GIL there are no waves")
@@ -217,32 +218,10 @@ def test_requests_are_not_kept_by_their_wave() -> None:
         gc.enable()
 
 
-def closed_loop(queue: BatchQueue, threads: int, rounds: int) -> None:
-    """Each thread asks again as soon as it has its answer, and all of these are right."""
-    wrong: list[str] = []
-    done = [0] * threads
-
-    def client(n: int) -> None:
-        for turn in range(rounds):
-            x = torch.tensor([[float(n), float(turn)]])
-            got = queue.submit(x).result()
-            if not torch.equal(got, x * 3 + 1):
-                wrong.append(f"{x} gave {got}")
-            done[n] += 1
-
-    clients = [threading.Thread(target=client, args=(n,), daemon=True) for n in range(threads)]
-    for each in clients:
-        each.start()
-    for each in clients:
-        each.join(PATIENCE)
-    assert wrong == []
-    assert done == [rounds] * threads
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("threads", [2, 16, 64])
 def test_a_closed_loop_of_threads(threads: int, workers: int) -> None:
-    with BatchQueue(lambda x: x * 3 + 1, max_batch=32, workers=workers) as queue:
+    with BatchQueue(triple_and_one, max_batch=32, workers=workers) as queue:
         closed_loop(queue, threads, 30)
         assert queue.stats().completed == threads * 30
 
@@ -257,7 +236,7 @@ def test_waves_that_come_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             real(wave)
 
     monkeypatch.setattr(Wave, "pass_on", by_the_worker)
-    with BatchQueue(lambda x: x * 3 + 1, max_batch=8) as queue:
+    with BatchQueue(triple_and_one, max_batch=8) as queue:
         closed_loop(queue, 8, 5)
 
 
@@ -273,7 +252,7 @@ def test_a_worker_that_dies_in_a_wave(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(wave, seconds)
 
     monkeypatch.setattr(Wave, "run", die_once)
-    with BatchQueue(lambda x: x * 3 + 1, max_batch=8) as queue:
+    with BatchQueue(triple_and_one, max_batch=8) as queue:
         closed_loop(queue, 8, 5)
         stats = queue.stats()
     assert (stats.completed, stats.failed, stats.workers_replaced) == (40, 0, 1)

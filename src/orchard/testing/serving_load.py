@@ -1,4 +1,6 @@
-"""Queues under load: a clock that is set by hand, and queues closed at a random moment."""
+"""Queues under load: a clock that is set by hand, clients that ask again and again, and queues closed
+at a random moment.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +50,32 @@ class ManualClock(Clock):
         for condition in conditions:
             with condition:
                 condition.notify_all()
+
+
+def triple_and_one(x: Tensor) -> Tensor:
+    return x * 3 + 1
+
+
+def closed_loop(queue: BatchQueue, threads: int, rounds: int) -> None:
+    """Each thread asks again as soon as it has its answer, which must be `triple_and_one`'s."""
+    wrong: list[str] = []
+    done = [0] * threads
+
+    def client(n: int) -> None:
+        for turn in range(rounds):
+            x = torch.tensor([[float(n), float(turn)]])
+            got = queue.submit(x).result()
+            if not torch.equal(got, triple_and_one(x)):
+                wrong.append(f"{x} gave {got}")
+            done[n] += 1
+
+    clients = [threading.Thread(target=client, args=(n,), daemon=True) for n in range(threads)]
+    for each in clients:
+        each.start()
+    for each in clients:
+        each.join(_LOST)
+    assert wrong == []
+    assert done == [rounds] * threads
 
 
 @dataclass
