@@ -1,5 +1,5 @@
-"""Queues under load: a clock that is set by hand, clients that ask again and again, and queues closed
-at a random moment.
+"""Queues under load: a clock that is set by hand, clients that ask again and again, and queues
+closed at a random moment.
 """
 
 from __future__ import annotations
