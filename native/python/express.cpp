@@ -87,21 +87,16 @@ PyCFunction method(Function *function) {
 
 enum class Passed { yes, no, failed };  // failed: with an error, of a signal handler
 
-// A signal that comes as the thread is about to sleep does not wake it: so it looks again.
-constexpr PY_TIMEOUT_T longest_sleep = 500000;  // microseconds
-
 // Take the lock. For ever, if the time is negative, but for what a signal handler raises.
 Passed wait_for(PyThread_type_lock lock, PY_TIMEOUT_T microseconds) {
-  bool is_for_ever = microseconds < 0;
   if (PyThread_acquire_lock_timed(lock, 0, 0) == PY_LOCK_ACQUIRED) return Passed::yes;
   for (;;) {
     PyLockStatus status;
     Py_BEGIN_ALLOW_THREADS;
-    status =
-        PyThread_acquire_lock_timed(lock, is_for_ever ? longest_sleep : microseconds, is_for_ever);
+    status = PyThread_acquire_lock_timed(lock, microseconds, microseconds < 0);
     Py_END_ALLOW_THREADS;
     if (status == PY_LOCK_ACQUIRED) return Passed::yes;
-    if (!is_for_ever) return Passed::no;
+    if (status == PY_LOCK_FAILURE) return Passed::no;
     if (PyErr_CheckSignals() < 0) return Passed::failed;
   }
 }

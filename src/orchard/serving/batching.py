@@ -356,7 +356,7 @@ def _cut(leaf: Tensor, rows: list[int], home: Home | None = None) -> Sequence[Te
     if not leaf.is_cuda or not is_cut_at_once(leaf, rows):
         if home is not None:
             home.is_left = True
-        parts: Sequence[Tensor] = torch.ops.aten.split_with_sizes_copy(leaf, rows)
+        parts: Sequence[Tensor] = torch.split_with_sizes_copy(leaf, rows)
         return parts
     # Into memory that is there with one kernel, else with one for each. That memory is cheaper
     # to take after the pattern of another tensor than after a list of sizes.
@@ -371,7 +371,7 @@ def _cut(leaf: Tensor, rows: list[int], home: Home | None = None) -> Sequence[Te
         made = make()
         if home is not None:
             home.is_left = True
-    torch.ops.aten.split_with_sizes_copy.out(leaf, rows, out=made)
+    torch.split_with_sizes_copy(leaf, rows, out=made)
     return made
 
 
