@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -841,6 +842,28 @@ def test_a_queue_that_is_dropped_answers_and_ends() -> None:
     del queue
     assert answers([future]) == [6]
     join(threads)
+
+
+@pytest.mark.parametrize("deadline", [None, PATIENCE])  # with one nothing is taken in a hurry
+def test_batches_leave_no_memory_behind(deadline: float | None) -> None:
+    """CPython keeps 2000 tuples of each size that were made from a generator, which has no length
+    to begin with: half a megabyte for batches of this one.
+    """
+    batches, each = 400, 18
+    with BatchQueue(lambda x: x * 2, max_batch=each, max_delay=PATIENCE) as queue:
+
+        def run(rows: int) -> None:
+            futures = [queue.submit(row(1, rows), deadline=deadline) for _ in range(each // rows)]
+            assert answers(futures) == [2] * len(futures)
+
+        for _ in range(2100):  # until the record of recent times is full
+            run(each)
+        for _ in range(10):
+            run(1)
+        before = sys.getallocatedblocks()
+        for _ in range(batches):
+            run(1)
+        assert sys.getallocatedblocks() - before < batches / 4
 
 
 def test_a_queue_in_a_cycle_with_its_function_is_collected() -> None:

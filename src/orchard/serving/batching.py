@@ -88,7 +88,7 @@ class Concatenation:
         device: torch.device | None,
         home: Home | None = None,
     ) -> list[Any]:
-        columns = zip(*(parcel.leaves for parcel in parcels), strict=True)
+        columns = zip(*[parcel.leaves for parcel in parcels], strict=True)
         batch = [torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns]
         leaves, spec = _flat(function(_moved(tree_unflatten(batch, parcels[0].spec), device)))
         rows = list(map(_rows, parcels))
@@ -144,7 +144,7 @@ class Padding:
         self, function: Function, parcels: Sequence[Parcel], device: torch.device | None
     ) -> tuple[list[Any], TreeSpec]:
         longest = max(parcel.length for parcel in parcels)
-        columns = zip(*(parcel.leaves for parcel in parcels), strict=True)
+        columns = zip(*[parcel.leaves for parcel in parcels], strict=True)
         batch = [_padded(column, parcels[0].length, longest) for column in columns]
         first = parcels[0]
         where = next(leaf.device for leaf in first.leaves if _is_ragged(leaf, first.length))

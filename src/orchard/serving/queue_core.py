@@ -519,7 +519,9 @@ class QueueCore(Desk):
                     self._sleep(None if oldest is None else oldest + max_delay)
                     continue
                 worker.batch = tuple(taken)  # before anything else may fail
-                worker.batch = tuple(request for request in taken if self._begin(request, settled))
+                # A list first: CPython keeps up to 2000 tuples of each size made from generators.
+                begun = [request for request in taken if self._begin(request, settled)]
+                worker.batch = tuple(begun)
                 self._record.queue_seconds.extend(now - r.arrival for r in worker.batch)
                 self._admit()
                 # The thread that watched the rest may have been this one.
