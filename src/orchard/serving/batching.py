@@ -19,6 +19,7 @@ from orchard.serving.lanes import Home
 Function = Callable[..., Any]
 _KINDS_REMEMBERED = 1024
 _rows = attrgetter("rows")
+_split_copy: Callable[..., Any] = torch.split_with_sizes_copy  # torch's stub gives it no result
 _LEAF = tree_flatten(0)[1]  # the structure of a lone tensor
 
 
@@ -356,7 +357,7 @@ def _cut(leaf: Tensor, rows: list[int], home: Home | None = None) -> Sequence[Te
     if not leaf.is_cuda or not is_cut_at_once(leaf, rows):
         if home is not None:
             home.is_left = True
-        parts: Sequence[Tensor] = torch.split_with_sizes_copy(leaf, rows)
+        parts: Sequence[Tensor] = _split_copy(leaf, rows)
         return parts
     # Into memory that is there with one kernel, else with one for each. That memory is cheaper
     # to take after the pattern of another tensor than after a list of sizes.
@@ -371,7 +372,7 @@ def _cut(leaf: Tensor, rows: list[int], home: Home | None = None) -> Sequence[Te
         made = make()
         if home is not None:
             home.is_left = True
-    torch.split_with_sizes_copy(leaf, rows, out=made)
+    _split_copy(leaf, rows, out=made)
     return made
 
 
