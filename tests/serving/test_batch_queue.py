@@ -1511,8 +1511,10 @@ def test_cuda_results_lie_in_memory_of_the_stream_that_asked() -> None:
         for _ in range(3):
             stream.synchronize()
             result = queue.submit(torch.ones(1, 1 << 20)).result(PATIENCE)
-            where = result.data_ptr()
+            where, alive = result.data_ptr(), weakref.ref(result)
             del result
+            while alive() is not None:  # the worker may be about to leave the batch
+                time.sleep(0.001)
             others = [torch.empty(1, 1 << 20, device="cuda") for _ in range(8)]
             assert where in [each.data_ptr() for each in others]
 
