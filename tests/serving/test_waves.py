@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from contextlib import suppress
@@ -12,7 +13,7 @@ from weakref import ref
 import pytest
 import torch
 
-from orchard.serving import requests, tickets
+from orchard.serving import cores, requests, tickets
 from orchard.serving.batch_queue import BatchQueue
 from orchard.serving.express import IS_COMPILED
 from orchard.serving.requests import Request, Wave
@@ -63,9 +64,9 @@ class Waiting:
         return self.got
 
 
-def run(wave: Wave) -> None:
+def run(wave: Wave, abreast: int = 1) -> None:
     """As the worker does, but not for ever."""
-    worker = threading.Thread(target=wave.run, args=(PATIENCE,), daemon=True)
+    worker = threading.Thread(target=wave.run, args=(PATIENCE, abreast), daemon=True)
     worker.start()
     worker.join(PATIENCE)
     assert not worker.is_alive()
@@ -172,6 +173,34 @@ def test_a_thread_that_is_interrupted_as_it_passes_on_leaves_nobody(
 
 
 @needs_gil
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_so_many_are_woken_abreast(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no more, until one has passed; here nobody does."""
+    asked = [running(n) for n in range(count)]
+    wave, left = Wave(), []
+    for request in asked:
+        request._is_awaited = True
+        request.announce(wave)
+    monkeypatch.setattr(Wave, "wait", lambda wave, _: left.append(wave.left))
+    assert not wave.run(PATIENCE, abreast=3)
+    assert left == ([count - 3] if count > 3 else [])
+    assert [request.result() for request in asked] == list(range(count))
+
+
+@needs_gil
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_threads_abreast_all_pass(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_STALLED", PATIENCE)
+    asked = [running(n) for n in range(count)]
+    waiting = [Waiting(request) for request in asked]
+    wave = Wave()
+    for request in asked:
+        request.announce(wave)
+    run(wave, abreast=3)
+    assert [each.join() for each in waiting] == list(range(count))
+
+
+@needs_gil
 def test_a_callback_holds_up_nobody_who_waits() -> None:
     """Those before it are woken first, also where the callback waits for one of them."""
     asked = [running(n) for n in range(4)]
@@ -218,12 +247,24 @@ def test_requests_are_not_kept_by_their_wave() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("count", [1, 16])
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("threads", [2, 16, 64])
-def test_a_closed_loop_of_threads(threads: int, workers: int) -> None:
+def test_a_closed_loop_of_threads(
+    threads: int, workers: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "count", lambda: count)
     with BatchQueue(triple_and_one, max_batch=32, workers=workers) as queue:
+        assert queue._core._limits.abreast == (3 if count == 16 else 1)
         closed_loop(queue, threads, 30)
         assert queue.stats().completed == threads * 30
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no thread is kept on a core")
+def test_on_one_core_they_are_woken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "count", lambda: 16)
+    with BatchQueue(triple_and_one, core=min(os.sched_getaffinity(0))) as queue:
+        assert queue._core._limits.abreast == 1
 
 
 @in_python
@@ -245,11 +286,11 @@ def test_a_worker_that_dies_in_a_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Wave.run
     deaths: list[Wave] = []
 
-    def die_once(wave: Wave, seconds: float) -> bool:
+    def die_once(wave: Wave, seconds: float, abreast: int) -> bool:
         if not deaths:
             deaths.append(wave)
             raise SystemExit
-        return real(wave, seconds)
+        return real(wave, seconds, abreast)
 
     monkeypatch.setattr(Wave, "run", die_once)
     with BatchQueue(triple_and_one, max_batch=8) as queue:
@@ -266,9 +307,9 @@ def test_a_worker_waits_for_no_wave_where_a_batch_waits_for_it(
     waves: list[int] = []
     real = Wave.run
 
-    def run_and_tell(wave: Wave, seconds: float) -> bool:
+    def run_and_tell(wave: Wave, seconds: float, abreast: int) -> bool:
         waves.append(len(wave))
-        return real(wave, seconds)
+        return real(wave, seconds, abreast)
 
     monkeypatch.setattr(Wave, "run", run_and_tell)
     begun = threading.Semaphore(0)

@@ -32,6 +32,12 @@ def _setters() -> tuple[Callable[[int], object], ...]:
         return (openmp,)
 
 
+def count() -> int:
+    """How many the calling thread may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 class _Own(threading.local):
     """The thread's count outside every share."""
 

@@ -65,6 +65,7 @@ class Limits:
     max_delay: float
     max_pending: int
     on_full: str
+    abreast: int  # threads of a wave that are on their way at a time
 
 
 class Load(NamedTuple):
@@ -477,7 +478,7 @@ class QueueCore(Desk):
 
     def _await_wave(self, worker: Worker, wave: Wave) -> None:
         start = time.monotonic()
-        if wave.run(_LONGEST_STEP * len(wave)) and len(wave) > 1:
+        if wave.run(_LONGEST_STEP * len(wave), self._limits.abreast) and len(wave) > 1:
             found = (time.monotonic() - start) / len(wave)
             worker.pace = min(0.75 * worker.pace + 0.25 * found, _SLOWEST_PACE)
         worker.wave = None

@@ -33,7 +33,7 @@ _STALLED = 0.002  # seconds without one of a wave passing, after which the rest 
 
 
 class Wave(Sleepers):
-    """Threads that wait for results, woken one after the other.
+    """Threads that wait for results, woken one after the other, or so many abreast.
 
     Woken all at once they fight for the interpreter, and with the worker for what it needs to run
     the next batch, while most of them only come back with another request.
@@ -41,12 +41,13 @@ class Wave(Sleepers):
 
     __slots__ = ()
 
-    def run(self, seconds: float) -> bool:
+    def run(self, seconds: float, abreast: int = 1) -> bool:
         """Wake them all and wait while they pass, at the longest so many seconds, or until none
         has passed for a while; whether all have.
         """
         end = monotonic() + seconds
-        self.pass_on()
+        for _ in range(min(abreast, len(self))):
+            self.pass_on()
         is_over, left = False, self.left
         while left and not is_over and monotonic() < end:
             is_over = self.wait(_STALLED)
