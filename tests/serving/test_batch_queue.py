@@ -863,7 +863,8 @@ def test_batches_leave_no_memory_behind(deadline: float | None) -> None:
         before = sys.getallocatedblocks()
         for _ in range(batches):
             run(1)
-        assert sys.getallocatedblocks() - before < batches / 4
+        # The worker may still have the last batch: seven blocks for each of its requests.
+        assert sys.getallocatedblocks() - before < batches / 2
 
 
 def test_a_queue_in_a_cycle_with_its_function_is_collected() -> None:
@@ -1513,7 +1514,9 @@ def test_cuda_results_lie_in_memory_of_the_stream_that_asked() -> None:
             result = queue.submit(torch.ones(1, 1 << 20)).result(PATIENCE)
             where, alive = result.data_ptr(), weakref.ref(result)
             del result
+            end = time.monotonic() + PATIENCE
             while alive() is not None:  # the worker may be about to leave the batch
+                assert time.monotonic() < end
                 time.sleep(0.001)
             others = [torch.empty(1, 1 << 20, device="cuda") for _ in range(8)]
             assert where in [each.data_ptr() for each in others]

@@ -32,8 +32,8 @@ from orchard.serving.tickets import Place
 OnFull = Literal["wait", "raise", "drop-oldest"]
 Collate = Literal["cat", "pad"] | tuple[Callable[[list[Any]], Any], Callable[[Any, list[Any]], Any]]
 _MOST = sys.maxsize  # that is counted
-_MANY_CORES = 8  # on which threads of a wave are on their way at the same time
-_ABREAST = 3  # so many: a quarter more answers on 16 cores than one after the other
+_MANY_CORES = 16  # with fewer, threads of a wave are woken one after the other
+_ABREAST = 3  # that are on their way at a time: 10 to 25 % more answers, measured on 16
 _LONGEST = threading.TIMEOUT_MAX / 2  # seconds that a thread can wait for another
 _ON_FULL = ("wait", "raise", "drop-oldest")
 
@@ -106,7 +106,7 @@ class BatchQueue:
             allow_training=allow_training,
             one_core=self._one_core,
         )
-        abreast = _ABREAST if core is None and cores.count() >= _MANY_CORES else 1
+        abreast = _ABREAST if core is None and cores.usable() >= _MANY_CORES else 1
         limits = Limits(min(max_batch, _MOST), max_delay, min(max_pending, _MOST), on_full, abreast)
         self._core = QueueCore(limits, clock or Clock())
         self._entrance = Entrance(self._core, self._runner, Request, self._runner.pattern)

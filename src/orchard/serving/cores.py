@@ -32,7 +32,7 @@ def _setters() -> tuple[Callable[[int], object], ...]:
         return (openmp,)
 
 
-def count() -> int:
+def usable() -> int:
     """How many the calling thread may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -41,9 +41,9 @@ class Wave(Sleepers):
 
     __slots__ = ()
 
-    def run(self, seconds: float, abreast: int = 1) -> bool:
-        """Wake them all and wait while they pass, at the longest so many seconds, or until none
-        has passed for a while; whether all have.
+    def run(self, seconds: float, abreast: int) -> bool:
+        """Wake them all, so many at once, and wait until one passes who finds nobody left to wake,
+        at the longest so many seconds, or until none has passed for a while; whether one has.
         """
         end = monotonic() + seconds
         for _ in range(min(abreast, len(self))):

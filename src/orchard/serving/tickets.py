@@ -103,7 +103,7 @@ class Sleepers:
             following.open()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the last has passed, at the longest so many seconds; whether it has."""
+        """Wait until one passes who is followed by none, so many seconds; whether one has."""
         return self._over.acquire(timeout=seconds)
 
     def end(self) -> None:
