@@ -576,13 +576,14 @@ def test_ctrl_c_in_a_wait_for_a_result() -> None:
         future = queue.submit(torch.ones(1, 1))
         sent = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
         before = time.monotonic()
+        # A shell's background job ignores it.
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             sent.start()
             with pytest.raises(KeyboardInterrupt):
                 future.result()
         finally:
-            signal.signal(signal.SIGINT, handler)  # a shell's background job ignores it
+            signal.signal(signal.SIGINT, handler)
         assert time.monotonic() - before < PATIENCE / 2
         assert not future.done()
         opened.set()
